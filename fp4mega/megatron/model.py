@@ -1,0 +1,52 @@
+"""What a trainer does with the attention layers of a whole model: list them, count steps, arm and collect probes.
+
+A model may be one module or, under virtual pipelining, a sequence of chunks; each rank sees its own layers.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from fp4mega.megatron.core_attention import Fp4CoreAttention
+
+Model = nn.Module | Sequence[nn.Module]
+
+
+def attention_layers(model: Model) -> Iterator[Fp4CoreAttention]:
+    """Every `Fp4CoreAttention` of the model, in the order of its modules."""
+    for chunk in (model,) if isinstance(model, nn.Module) else model:
+        for module in chunk.modules():
+            if isinstance(module, Fp4CoreAttention):
+                yield module
+
+
+def policies_by_layer(model: Model) -> dict[int, str]:
+    """Name of the policy of each layer on this rank, by 1-based layer number: what a run's manifest records."""
+    return {layer.layer_number: layer.policy.name for layer in attention_layers(model)}
+
+
+def set_rounding_step(model: Model, step: int) -> None:
+    """Tell stochastic rounding which training step begins, so that a resumed run repeats its random bits.
+
+    Call it before every step, with the number that a resumed run gives the same step. Policies that round to
+    nearest need no call.
+    """
+    for layer in attention_layers(model):
+        if layer.rounding is not None:
+            layer.rounding.start_step(step)
+
+
+def arm_probes(model: Model) -> None:
+    """Measure the next training forward of every layer."""
+    for layer in attention_layers(model):
+        layer.request_probe()
+
+
+def collect_probes(model: Model) -> dict[int, dict[str, float]]:
+    """Take the figures of every layer measured since `arm_probes`, by 1-based layer number."""
+    collected = {}
+    for layer in attention_layers(model):
+        if layer.last_probe is not None:
+            collected[layer.layer_number] = layer.last_probe
+            layer.last_probe = None
+    return collected

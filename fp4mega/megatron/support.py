@@ -1,0 +1,116 @@
+"""What the core attention module cannot do, said before anything is built.
+
+Every setting of Megatron's `TransformerConfig` that asks attention for something is either honoured by
+`Fp4CoreAttention` or refused here with the reason; none is dropped silently.
+"""
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from fp4mega.attention.policy import DIVERGENT_PV_REASON, AttentionPolicy
+from fp4mega.attention.problem import MAX_HEAD_DIM, AttentionProblem
+from fp4mega.kernels import select_backend
+
+ATTENTION_TYPES = ("self", "cross")
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
+
+def check_config(
+    config: TransformerConfig,
+    *,
+    attention_type: str,
+    attention_dropout: float | None,
+    pg_collection: ProcessGroupCollection,
+) -> None:
+    """Raise NotImplementedError (or ValueError for an unknown name) where the module cannot do what is asked."""
+    if attention_type not in ATTENTION_TYPES:
+        raise ValueError(
+            f"attention_type={attention_type!r}: allowed: {', '.join(ATTENTION_TYPES)}"
+        )
+    if config.softmax_type not in SOFTMAX_TYPES:
+        raise ValueError(
+            f"softmax_type={config.softmax_type!r}: allowed: {', '.join(SOFTMAX_TYPES)}"
+        )
+    cp_group = getattr(pg_collection, "cp", None)
+    cp_size = max(config.context_parallel_size, 1 if cp_group is None else cp_group.size())
+    if cp_size > 1:
+        raise NotImplementedError(
+            f"context_parallel_size={cp_size}: Fp4CoreAttention does not run under context parallelism yet; "
+            "allowed: 1"
+        )
+    dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+    if dropout:
+        raise NotImplementedError(
+            f"attention_dropout={dropout}: probabilities are never held as a whole, so none can be dropped; "
+            "set attention_dropout=0.0 (Megatron's own default is 0.1)"
+        )
+    for name in ("qk_clip", "log_max_attention_logit"):
+        if getattr(config, name, False):
+            raise NotImplementedError(
+                f"{name}=True: the largest attention logit is not returned by Fp4CoreAttention; allowed: False"
+            )
+    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+        if getattr(config, name, False):
+            raise NotImplementedError(
+                f"{name}=True asks Transformer Engine for FP8 attention; here the policy names the formats; "
+                "allowed: False"
+            )
+    if config.attention_backend == AttnBackend.local:
+        raise NotImplementedError(
+            "attention_backend=local: Megatron Bridge and megatron.training replace the core attention of every "
+            "spec by DotProductAttention under this setting; use auto"
+        )
+    if getattr(config, "experimental_attention_variant", None) == "dsa":
+        raise NotImplementedError(
+            "experimental_attention_variant='dsa': its core attention selects keys with an indexer of its own and "
+            "is not a dot-product core; allowed: None"
+        )
+
+
+def check_head_dims(head_dim: int, head_dim_v: int) -> None:
+    """Raise NotImplementedError for a head dim of q and k, or of v, beyond what any backend has."""
+    for name, value in (("head dim of query and key", head_dim), ("head dim of value", head_dim_v)):
+        if value > MAX_HEAD_DIM:
+            raise NotImplementedError(f"{name} = {value}: allowed: 1 to {MAX_HEAD_DIM}")
+
+
+def check_policy(policy: AttentionPolicy, *, allow_divergent_pv: bool) -> None:
+    """Raise ValueError for 4-bit P or V in a job of several processes, unless it is allowed by name."""
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if world_size > 1 and policy.four_bit_pv and not allow_divergent_pv:
+        raise ValueError(
+            f"policy={policy.name!r} with allow_divergent_pv=False and {world_size} processes: {DIVERGENT_PV_REASON}"
+        )
+
+
+def check_backend(
+    backend: str,
+    policy: AttentionPolicy,
+    config: TransformerConfig,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int,
+) -> None:
+    """Raise NotImplementedError when no backend, or not the one named, can run this layer on this machine.
+
+    Asked on a short causal sequence, since lengths are not known yet: what depends on them is said by the first forward.
+    """
+    problem = AttentionProblem(
+        batch=1,
+        seqlen_q=policy.tile_n,
+        seqlen_k=policy.tile_n,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=config.params_dtype,
+        softmax_scale=1.0,
+        causal="top_left",
+        sink=config.softmax_type != "vanilla",
+    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    select_backend(backend, problem, policy, device)

@@ -1,0 +1,106 @@
+"""`python -m fp4mega.train RECIPE [section.field=value ...]`: run a recipe, alone or under torchrun.
+
+Exit codes: 0 finished, 1 training failed, 2 bad input (one message, nothing started), 130 and 143 stopped by SIGINT and
+SIGTERM after a whole step and a checkpoint.
+"""
+
+import argparse
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fp4mega.train", description="Run a recipe, alone or under torchrun."
+    )
+    parser.add_argument(
+        "recipe", help="a YAML file, such as recipes/runs/tiny_nvfp4_qk_fp8_pv.yaml"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.field=value", help="replace fields of the recipe"
+    )
+    parser.add_argument(
+        "--print", action="store_true", help="print the resolved recipe and its digest, and stop"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check the recipe, print a summary, and stop"
+    )
+    parser.add_argument(
+        "--world-size", type=int, default=1, help="processes that --dry-run assumes (default 1)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda",
+        help="device that --dry-run assumes (default cuda)",
+    )
+    return parser
+
+
+def _check_only(options: argparse.Namespace) -> int:
+    """--print and --dry-run: neither Megatron nor a device."""
+    from fp4mega.train import load_recipe, resolved_yaml
+    from fp4mega.train.validate import describe, validate
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    if options.print:
+        sys.stdout.write(f"# digest {recipe.digest}\n{resolved_yaml(recipe)}")
+    if options.dry_run:
+        validate(recipe, options.world_size, options.device)
+        sys.stdout.write(f"{describe(recipe, options.world_size)}\n")
+    return 0
+
+
+def _train(options: argparse.Namespace) -> int:
+    from fp4mega.train import load_recipe
+    from fp4mega.train.launch import find_launch
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    launch = find_launch()
+    # What is not installed is known from the manifest; Megatron says it a dozen times on import.
+    warnings.filterwarnings("ignore", message=r".*Apex (is|are) not installed")
+    warnings.filterwarnings(
+        "ignore", message="full scope is deprecated"
+    )  # a default of Megatron's own
+    from fp4mega.train.loop import run
+
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("fp4mega").setLevel(logging.INFO if launch.is_first else logging.ERROR)
+
+    return run(recipe, launch)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    from fp4mega.train import RecipeError
+
+    options = _parser().parse_intermixed_args(arguments)
+    try:
+        return _check_only(options) if options.print or options.dry_run else _train(options)
+    except RecipeError as error:
+        return _fail(2, error)
+    except KeyboardInterrupt:
+        return _fail(130, "interrupted")
+    except OSError as error:  # a disk that is full or gone, named in the message
+        return _fail(1, error)
+    except RuntimeError as error:
+        from fp4mega.train.checkpoint import CheckpointError
+        from fp4mega.train.loop import TrainingError
+
+        if not isinstance(error, TrainingError | CheckpointError):
+            raise
+        return _fail(1, error)
+
+
+def _fail(code: int, error: object) -> int:
+    sys.stderr.write(f"error: {error}\n")
+    return code
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)

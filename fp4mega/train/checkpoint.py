@@ -1,0 +1,357 @@
+"""Checkpoints of a run: written whole or not at all, refused when they belong to another experiment.
+
+`checkpoints/iter_0000100/` holds Megatron's distributed checkpoint (model, optimizer, schedule, random generators) and
+`checkpoint.json` (step, recipe, fingerprints). It is written under a temporary name, flushed to the disk and renamed, then
+`checkpoints/latest` names it, and only then are older ones removed. A folder under a temporary name is never loaded.
+"""
+
+import json
+import os
+import queue
+import random
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from fp4mega.train.model import Training
+from fp4mega.train.recipe import Recipe, RecipeError
+
+META = "checkpoint.json"
+LATEST = "latest"
+SCHEMA = 1
+_NAME = re.compile(r"iter_(\d{7,})")
+
+# Fields that may change when a run is resumed. Everything else decides which experiment it is.
+_MAY_CHANGE = (
+    "attention.backend",
+    "attention.allow_divergent_pv",
+    "parallel.",
+    "optimizer.decay_steps",
+    "optimizer.distributed",
+    "data.prepare",
+    "train.steps",
+    "train.micro_batch_size",
+    "train.log_interval",
+    "train.eval_",
+    "train.save_interval",
+    "train.keep_checkpoints",
+    "train.recompute",
+    "train.resume",
+    "tracking.",
+)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read back; the message says which one is still good."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint on the disk: where, and what `checkpoint.json` says."""
+
+    path: Path
+    step: int
+    recipe: Mapping[str, Any]
+    recipe_digest: str
+    data_fingerprint: str
+
+
+def folder_name(step: int) -> str:
+    """Name of the folder of a step's checkpoint."""
+    return f"iter_{step:07d}"
+
+
+def _read_meta(path: Path) -> Checkpoint | None:
+    try:
+        meta = json.loads((path / META).read_text())
+    except (OSError, ValueError):
+        return None
+    if meta.get("schema") != SCHEMA:
+        raise RecipeError(
+            f"{path / META}: schema={meta.get('schema')!r}: this version reads {SCHEMA}"
+        )
+    return Checkpoint(
+        path, meta["step"], meta["recipe"], meta["recipe_digest"], meta["data_fingerprint"]
+    )
+
+
+def list_checkpoints(folder: Path) -> list[Checkpoint]:
+    """Complete checkpoints in the folder, oldest first."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    found = [_read_meta(path) for path in paths if _NAME.fullmatch(path.name)]
+    return sorted((c for c in found if c is not None), key=lambda c: c.step)
+
+
+def newest_checkpoint(folder: Path) -> Checkpoint | None:
+    """The checkpoint that `latest` names; the one of the highest step when it names none that is complete."""
+    complete = list_checkpoints(folder)
+    try:
+        named = (folder / LATEST).read_text().strip()
+    except OSError:
+        named = ""
+    return next((c for c in complete if c.path.name == named), complete[-1] if complete else None)
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and prefix.count(".") < 1:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def check_resumable(place: Path, trained: Mapping[str, Any], recipe: Recipe) -> list[str]:
+    """Fields in which the recipe differs from the one trained in `place`, and may.
+
+    Raises RecipeError naming those that may not differ: going on would mix two experiments under one name.
+    """
+    before, now = _flat(trained), _flat(recipe.as_dict())
+    different = [
+        name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)
+    ]
+    refused = [name for name in different if not name.startswith(_MAY_CHANGE)]
+    if refused:
+        lines = [
+            f"{name}={now.get(name)!r}: {place} was trained with {before.get(name)!r}"
+            for name in refused
+        ]
+        raise RecipeError(
+            "\n".join(lines)
+            + "\nTo start anew choose another `name` or `tracking.dir`, or set train.resume=false, "
+            "which replaces the checkpoints there"
+        )
+    return different
+
+
+def check_data(checkpoint: Checkpoint, recipe: Recipe, fingerprint: str) -> None:
+    """Raise RecipeError when the data changed under the run.
+
+    Not compared when train.steps was changed: that many steps may need another pass over the data, which Megatron then
+    shuffles as a whole. The tracker records such a change of the order.
+    """
+    same_steps = checkpoint.recipe["train"]["steps"] == recipe.train.steps
+    if same_steps and checkpoint.data_fingerprint != fingerprint:
+        raise RecipeError(
+            f"data: its fingerprint is {fingerprint[:12]}, that of {checkpoint.path} is {checkpoint.data_fingerprint[:12]}; "
+            "the token files were rewritten since. Restore them, or start anew under another `name`"
+        )
+
+
+def check_savable(recipe: Recipe, have_transformer_engine: bool) -> None:
+    """Raise RecipeError where a checkpoint could be written but not resumed from."""
+    if (
+        recipe.optimizer.distributed
+        and recipe.train.save_interval is not None
+        and not have_transformer_engine
+    ):
+        raise RecipeError(
+            f"optimizer.distributed=true with train.save_interval={recipe.train.save_interval}: without Transformer Engine "
+            "Megatron's distributed optimizer does not come back from a checkpoint as it went in (all parameters share one step "
+            "count). Install Transformer Engine, or set optimizer.distributed=false, or train.save_interval=null"
+        )
+
+
+def _rng_state() -> dict[str, Any]:
+    from megatron.core import tensor_parallel
+
+    _, keys, position, has_gauss, gauss = cast(tuple[Any, ...], np.random.get_state(legacy=True))
+    state = {
+        "python": random.getstate(),
+        "numpy": (keys.tolist(), int(position), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+        state["megatron"] = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return state
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    from megatron.core import tensor_parallel
+
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
+
+
+def _unwrapped(chunk: Any) -> Any:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _sharded_state(training: Training, *, loading: bool, with_rng: bool = True) -> dict[str, Any]:
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    models = {
+        f"model{i}": _unwrapped(chunk).sharded_state_dict()
+        for i, chunk in enumerate(training.chunks)
+    }
+    state: dict[str, Any] = dict(models)
+    # The only layout of the distributed optimizer that can be saved and cut anew; other optimizers ignore it.
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+    }
+    state["optimizer"] = training.optimizer.sharded_state_dict(
+        models, is_loading=loading, metadata=metadata
+    )
+    state["scheduler"] = training.scheduler.state_dict()
+    if with_rng:
+        stage, stages = (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
+        part, parts = (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        )
+        copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        state["rng"] = ShardedObject(
+            "rng", _rng_state(), (stages, parts), (stage, part), replica_id=copy
+        )
+    return state
+
+
+def _write_in_this_process() -> None:
+    """Let Megatron's writer report through a queue of this process.
+
+    Its default is a queue in a manager process of its own, made for asynchronous saving. A synchronous save fills and reads
+    the queue in one process, and a manager would be killed by the SIGTERM that asks for this very save.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()
+
+
+def _flush(folder: Path) -> None:
+    """Ask the disk to keep every file of the folder, and the folder itself."""
+    for path in [*(p for p in folder.rglob("*") if p.is_file()), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    cause = error.__cause__ or error.__context__
+    return error if cause is None else _root_cause(cause)
+
+
+def save_checkpoint(
+    folder: Path, step: int, training: Training, recipe: Recipe, data_fingerprint: str
+) -> Path:
+    """Save the state after `step` updates and return its folder. Collective.
+
+    Raises CheckpointError when it could not be written; what was written of it is removed, and earlier ones are untouched.
+    """
+    from megatron.core import dist_checkpointing
+
+    final = folder / folder_name(step)
+    temporary = folder / f"{final.name}.tmp"
+    first = torch.distributed.get_rank() == 0
+    try:
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+            for leftover in folder.glob("*.tmp"):
+                shutil.rmtree(leftover)
+            temporary.mkdir()
+        torch.distributed.barrier()
+        _write_in_this_process()
+        dist_checkpointing.save(_sharded_state(training, loading=False), str(temporary))
+        torch.distributed.barrier()
+        if first:
+            meta = {
+                "schema": SCHEMA,
+                "step": step,
+                "consumed_samples": step * recipe.train.global_batch_size,
+                "policy": recipe.attention.policy,
+                "recipe_digest": recipe.digest,
+                "data_fingerprint": data_fingerprint,
+                "recipe": recipe.as_dict(),
+            }
+            (temporary / META).write_text(json.dumps(meta, indent=2) + "\n")
+            _publish(folder, temporary, final, recipe.train.keep_checkpoints)
+        torch.distributed.barrier()
+    except Exception as error:  # Megatron's writer wraps what went wrong in errors of several kinds
+        if first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        good = newest_checkpoint(folder)
+        remaining = (
+            f"the newest good checkpoint is {good.path}"
+            if good
+            else "there is no earlier checkpoint"
+        )
+        cause = _root_cause(error)
+        raise CheckpointError(
+            f"could not save step {step} to {final}: {type(cause).__name__}: {cause}; {remaining}"
+        ) from error
+    return final
+
+
+def _publish(folder: Path, temporary: Path, final: Path, keep: int) -> None:
+    """Give the complete checkpoint its name, point `latest` at it, and remove those that are no longer wanted."""
+    _flush(temporary)
+    if final.exists():  # of an earlier life of the run, which went on beyond its resumption
+        final.rename(folder / f"{final.name}.old.tmp")
+    temporary.rename(final)
+    pointer = folder / f"{LATEST}.new"
+    pointer.write_text(final.name + "\n")
+    pointer.replace(folder / LATEST)
+    _flush(folder)
+    step = int(_NAME.fullmatch(final.name)[1])  # type: ignore[index]
+    complete = list_checkpoints(folder)
+    kept = {c.path for c in [c for c in complete if c.step <= step][-keep:]}
+    for checkpoint in complete:
+        if checkpoint.path not in kept:
+            shutil.rmtree(checkpoint.path)
+    for leftover in folder.glob("*.tmp"):
+        shutil.rmtree(leftover)
+
+
+def load_checkpoint(checkpoint: Checkpoint, training: Training, recipe: Recipe) -> int:
+    """Put the checkpoint's state into model, optimizer, schedule and random generators; returns its step. Collective.
+
+    Raises CheckpointError when the files are damaged or do not fit the model.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    before = checkpoint.recipe["parallel"]
+    same_layout = all(
+        before[name] == getattr(recipe.parallel, name) for name in ("tensor", "pipeline")
+    )
+    try:
+        with torch.no_grad():
+            state = dist_checkpointing.load(
+                _sharded_state(training, loading=True, with_rng=same_layout),
+                str(checkpoint.path),
+                strict=StrictHandling.RAISE_UNEXPECTED,
+            )
+            for i, chunk in enumerate(training.chunks):
+                _unwrapped(chunk).load_state_dict(state[f"model{i}"], strict=True)
+            training.optimizer.load_state_dict(state["optimizer"])
+            training.scheduler.load_state_dict(state["scheduler"])
+            if same_layout:
+                _set_rng_state(state["rng"])
+    except Exception as error:  # damaged files surface as errors of many kinds
+        cause = _root_cause(error)
+        raise CheckpointError(
+            f"{checkpoint.path}: could not be loaded: {type(cause).__name__}: {cause}; remove it to resume from an older one"
+        ) from error
+    return checkpoint.step

@@ -1,0 +1,261 @@
+"""The run of a recipe: checks, data, model, resuming, the loop of updates, and how it ends."""
+
+import math
+import signal
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from fp4mega.megatron import adapted_to_cpu, arm_probes, set_rounding_step
+from fp4mega.megatron.spec_provider import HAVE_TRANSFORMER_ENGINE
+from fp4mega.tracking import Tracker, WandbSettings, build_manifest
+from fp4mega.train.backends import layer_backends
+from fp4mega.train.checkpoint import (
+    check_data,
+    check_savable,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
+from fp4mega.train.console import RunConsole
+from fp4mega.train.data.datasets import (
+    Batches,
+    build_datasets,
+    check_files,
+    data_fingerprint,
+    prepare_missing,
+)
+from fp4mega.train.launch import (
+    Launch,
+    choose_threads,
+    seed_everything,
+    start_process_groups,
+    stop_process_groups,
+)
+from fp4mega.train.model import build_training, initial_fingerprint
+from fp4mega.train.probes import gather_probes
+from fp4mega.train.recipe import Recipe, RecipeError
+from fp4mega.train.run_dir import Start, find_start
+from fp4mega.train.signals import StopRequest
+from fp4mega.train.step import StepResult, evaluate, train_step
+from fp4mega.train.throughput import flops_per_token, peak_tflops
+from fp4mega.train.validate import parameter_count, validate
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says at which step and why."""
+
+
+def run(recipe: Recipe, launch: Launch) -> int:
+    """Train the recipe in this process and return the exit code: 0, or 128 + the signal that asked to stop.
+
+    Raises RecipeError before any process group for what is wrong with the recipe, the data or the run's
+    folder, TrainingError when the loss or a gradient is not finite, CheckpointError when a checkpoint cannot be
+    written or read. Events up to that point and the last good checkpoint stay.
+    """
+    try:
+        validate(recipe, launch.world_size, launch.device.type)
+        check_savable(recipe, HAVE_TRANSFORMER_ENGINE)
+        layers = layer_backends(recipe, launch.device)
+        start = find_start(recipe)
+        if launch.is_first and not start.finished:
+            prepare_missing(recipe.data)
+            check_files(recipe)
+    except (ValueError, OSError) as error:
+        raise RecipeError(str(error)) from error
+    if start.finished:
+        console = RunConsole(recipe.run_name, recipe.train.steps, 0, enabled=launch.is_first)
+        console.say(
+            f"{start.folder}: already finished {recipe.train.steps} steps; raise train.steps to go on"
+        )
+        return 0
+    with adapted_to_cpu() if launch.device.type == "cpu" else nullcontext():
+        start_process_groups(launch, recipe.parallel)
+        code = _Run(recipe, launch, start, layers).train()
+        stop_process_groups()
+        return code
+
+
+class _Run:
+    """One life of a run, from its first collective to its last."""
+
+    def __init__(
+        self, recipe: Recipe, launch: Launch, start: Start, layers: list[dict[str, Any]]
+    ) -> None:
+        from megatron.core import parallel_state
+
+        self.recipe, self.launch, self.start, self.layers = recipe, launch, start, layers
+        self.device = launch.device
+        self.threads = choose_threads(launch)
+        seed_everything(recipe.train.seed, launch.device)
+        torch.distributed.barrier()  # the first process has prepared the data
+        checked = check_files(recipe)
+        datasets = build_datasets(recipe, checked, start.folder / "sample_index")
+        place = (
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+        )
+        self.batches = Batches(datasets[0], recipe, *place)
+        self.valid = None if datasets[1] is None else Batches(datasets[1], recipe, *place)
+        self.data_fingerprint = data_fingerprint(datasets[0], checked, recipe)
+        if start.checkpoint is not None:
+            check_data(start.checkpoint, recipe, self.data_fingerprint)
+        self.training = build_training(recipe, launch.device)
+        self.init_fingerprint = (
+            initial_fingerprint(self.training.chunks) if start.checkpoint is None else None
+        )
+        if start.checkpoint is not None:
+            load_checkpoint(start.checkpoint, self.training, recipe)
+        self.flops = flops_per_token(recipe.model, recipe.train.seq_length)
+        self.peak = peak_tflops(launch.device_name, recipe.train.precision)
+        self.saved_step = start.step
+        self.tracker: Tracker | None = None
+
+    def train(self) -> int:
+        """Make the remaining updates and return the exit code."""
+        steps = self.recipe.train.steps
+        with RunConsole(
+            self.recipe.run_name, steps, self.start.step, enabled=self.launch.is_first
+        ) as self.console:
+            self._greet()
+            with self._open_tracker(), StopRequest() as request:
+                stop = self._loop(request)
+                if stop and self.tracker is not None:
+                    self.tracker.close("terminated", reason=signal.Signals(stop).name)
+            ending = (
+                f"stopped by {signal.Signals(stop).name} after a whole step" if stop else "finished"
+            )
+            self.console.say(f"{ending}: {self.start.folder}")
+        return 128 + stop if stop else 0
+
+    def _greet(self) -> None:
+        recipe, start = self.recipe, self.start
+        policies = ", ".join(
+            dict.fromkeys(f"{layer['policy']} on {layer['backend']}" for layer in self.layers)
+        )
+        threads = f", {self.threads} threads" if self.device.type == "cpu" else ""
+        self.console.say(
+            f"{recipe.run_name}: {parameter_count(recipe.model):,} parameters, attention {policies}; "
+            f"{self.launch.world_size} x {self.launch.device_name}{threads}; recipe {recipe.digest[:12]}; "
+            f"{100 * self.flops.attention_share:.1f} % of the FLOPs in attention's products"
+        )
+        if start.checkpoint is not None:
+            changed = f"; changed since: {', '.join(start.changed)}" if start.changed else ""
+            self.console.say(f"resumed from {start.checkpoint.path}{changed}")
+
+    def _open_tracker(self) -> Any:
+        if not self.launch.is_first:
+            return nullcontext()
+        recipe, wandb = self.recipe, self.recipe.tracking.wandb
+        manifest = build_manifest(
+            run_name=recipe.run_name,
+            recipe=recipe.as_dict(),
+            recipe_digest=recipe.digest,
+            policy=recipe.attention.policy,
+            layers=self.layers,
+            seed=recipe.train.seed,
+            device=self.launch.device_name,
+            world_size=self.launch.world_size,
+            fingerprints={"init": self.init_fingerprint, "data": self.data_fingerprint},
+        )
+        self.tracker = Tracker(
+            self.start.folder,
+            manifest=manifest,
+            wandb=WandbSettings(
+                mode=wandb.mode, project=wandb.project, entity=wandb.entity, group=wandb.group
+            ),
+            resume_step=None if self.start.checkpoint is None else self.start.step,
+        )
+        return self.tracker
+
+    def _loop(self, request: StopRequest) -> int:
+        """Update until the recipe's steps are made; returns the signal that stopped it early, or 0."""
+        train, tracking = self.recipe.train, self.recipe.tracking
+        spent, logged = 0.0, self.start.step
+        for step in range(self.start.step + 1, train.steps + 1):
+            probing = _due(step, tracking.probe_interval)
+            if probing:
+                arm_probes(self.training.chunks)
+            set_rounding_step(self.training.chunks, step)
+            began = time.perf_counter()
+            result = train_step(
+                self.training, self.recipe, self.batches, step - 1, self.device, request.signal
+            )
+            spent += time.perf_counter() - began
+            stop = result.stop if step < train.steps else 0
+            finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+            last = step == train.steps or bool(stop)
+            if _due(step, train.log_interval) or last or not finite:
+                self._log_step(step, result, spent / (step - logged))
+                spent, logged = 0.0, step
+            if not finite:
+                raise TrainingError(self._nonfinite(step, result))
+            if probing:
+                for layer, values in gather_probes(
+                    self.training, result.grad_norm, self.recipe.optimizer.clip_grad
+                ).items():
+                    self._log("probe", step, layer=layer, **values)
+            self.console.advance(step)
+            if self.valid is not None and (_due(step, train.eval_interval) or step == train.steps):
+                self._evaluate(step)
+            if train.save_interval is not None and (_due(step, train.save_interval) or last):
+                self._save(step)
+            if stop:
+                return stop
+        return 0
+
+    def _log(self, kind: str, step: int, **values: Any) -> None:
+        if self.tracker is not None:
+            self.tracker.log(kind, step, **values)
+
+    def _log_step(self, step: int, result: StepResult, seconds: float) -> None:
+        tokens = self.recipe.train.global_batch_size * self.recipe.train.seq_length
+        rate = tokens / seconds
+        per_device = self.flops.total * rate / self.launch.world_size / 1e12
+        figures: dict[str, Any] = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens_per_s": rate,
+            "step_ms": 1e3 * seconds,
+            "mfu": None if self.peak is None else per_device / self.peak,
+        }
+        self.console.figures(step, **figures)
+        on_gpu = self.device.type == "cuda"
+        self._log(
+            "train",
+            step,
+            tokens=step * tokens,
+            tflops_per_gpu=per_device if on_gpu else None,
+            **figures,
+        )
+
+    def _evaluate(self, step: int) -> None:
+        assert self.valid is not None
+        loss = evaluate(self.training, self.recipe, self.valid, self.device)
+        self._log("eval", step, loss=loss, split="valid")
+        self.console.say(f"step {step}: validation loss {loss:.4f}")
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"step {step}: the validation loss is {loss}; {self._good_checkpoint()}"
+            )
+
+    def _save(self, step: int) -> None:
+        path = save_checkpoint(
+            self.start.checkpoints, step, self.training, self.recipe, self.data_fingerprint
+        )
+        self._log("checkpoint", step, path=str(path.relative_to(self.start.folder)))
+        self.console.say(f"step {step}: saved {path}")
+
+    def _nonfinite(self, step: int, result: StepResult) -> str:
+        return f"step {step}: loss={result.loss}, grad_norm={result.grad_norm}: not finite, training stops; {self._good_checkpoint()}"
+
+    def _good_checkpoint(self) -> str:
+        good = newest_checkpoint(self.start.checkpoints)
+        return f"the newest good checkpoint is {good.path}" if good else "there is no checkpoint"
+
+
+def _due(step: int, interval: int | None) -> bool:
+    return interval is not None and step % interval == 0

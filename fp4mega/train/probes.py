@@ -1,0 +1,34 @@
+"""Per-layer probes of one step, collected from every process that holds layers."""
+
+from typing import Any
+
+import torch
+
+from fp4mega.megatron import collect_probes
+from fp4mega.train.model import Training
+
+
+def gather_probes(
+    training: Training, grad_norm: float, clip_grad: float
+) -> dict[int, dict[str, float]]:
+    """Figures of each layer (from 0) since `arm_probes`; `qkv_grad_norm` beside attention's own. Collective.
+
+    Tensor-parallel and data-parallel copies of a layer measure their own heads and samples; those of the lowest rank are
+    reported. `qkv_grad_norm` is that process's share of the gradient of the QKV projection before clipping.
+    """
+    own = {layer - 1: dict(values) for layer, values in collect_probes(training.chunks).items()}
+    clipped = min(1.0, clip_grad / (grad_norm + 1e-6)) if clip_grad > 0 else 1.0
+    for chunk in training.chunks:
+        for module in chunk.modules():
+            weight = getattr(getattr(module, "linear_qkv", None), "weight", None)
+            gradient = getattr(weight, "main_grad", None)
+            if gradient is not None and module.layer_number - 1 in own:
+                own[module.layer_number - 1]["qkv_grad_norm"] = (
+                    float(gradient.float().norm()) / clipped
+                )
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, own)
+    merged: dict[int, dict[str, float]] = {}
+    for figures in reversed(gathered):
+        merged |= figures
+    return dict(sorted(merged.items()))

@@ -1,0 +1,1 @@
+"""Tests of number formats; `oracle` is the second opinion they compare with."""
