@@ -262,8 +262,8 @@ _BUILT_IN = [
             exact_every=4,
             reference="sampled",
             samples=128,
-            headroom=40,
-            floor=62,
+            headroom=84,
+            floor=18,
         ),
     ),
 ]

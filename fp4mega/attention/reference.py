@@ -101,9 +101,8 @@ def forward(
     call = _Call(problem, policy, side)
     q_in, k_in, v_in = call.enter(q, k, v)
     bytes_, represented = call.encode(q_in, k_in, v_in)
-    with _full_precision():
-        state = _forward_tiles(call, *represented)
-    out, lse, statistics = state
+    with _full_precision(q.device):
+        out, lse, statistics = _forward_tiles(call, *represented)
     saved = [t for name in SAVED_OPERANDS for t in bytes_[name]]
     if policy.backward == "represented":
         saved.append(statistics)
@@ -129,7 +128,7 @@ def backward(
     lse = call.enter_lse(saved.lse, math.inf)
     gradient_of_lse = None if dlse is None else call.enter_lse(dlse, 0.0)
     statistics = saved.tensors[-1] if policy.backward == "represented" else None
-    with _full_precision():
+    with _full_precision(dout.device):
         dq, dk, dv, dsink = _backward_tiles(
             call, q, k, v, out, upstream, lse, gradient_of_lse, statistics
         )
@@ -477,11 +476,12 @@ def _dense_shape(problem: AttentionProblem) -> tuple[int, int, int]:
 
 
 @contextmanager
-def _full_precision() -> Iterator[None]:
-    """FP32 products stay FP32 on a GPU whatever TF32 setting the caller uses: the reference has one answer."""
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """FP32 products stay FP32 whatever TF32 setting or autocast region the caller is in: the reference has one answer."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        yield
+        with torch.autocast(device.type, enabled=False):
+            yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed

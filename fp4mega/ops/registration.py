@@ -252,8 +252,6 @@ def _differentiate(
                 strict=False,
             )
         )
-    if side.sink is not None and "sink" in by_name:
-        by_name["sink"] = by_name["sink"].to(side.sink.dtype)
     return tuple(by_name.get(name) for name in _FORWARD_ARGUMENTS)
 
 

@@ -83,15 +83,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(2, error)
     except KeyboardInterrupt:
         return _fail(130, "interrupted")
-    except OSError as error:  # a disk that is full or gone, named in the message
-        return _fail(1, error)
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         from fp4mega.train.checkpoint import CheckpointError
         from fp4mega.train.loop import TrainingError
 
-        if not isinstance(error, TrainingError | CheckpointError):
-            raise
-        return _fail(1, error)
+        # A full disk fails the checkpoint first, and then the event that says so.
+        told = error.__context__ if isinstance(error, OSError) else error
+        if isinstance(told, TrainingError | CheckpointError):
+            return _fail(1, told)
+        if isinstance(error, OSError):
+            return _fail(1, error)
+        raise
 
 
 def _fail(code: int, error: object) -> int:

@@ -73,9 +73,14 @@ def run(recipe: Recipe, launch: Launch) -> int:
         return 0
     with adapted_to_cpu() if launch.device.type == "cpu" else nullcontext():
         start_process_groups(launch, recipe.parallel)
-        code = _Run(recipe, launch, start, layers).train()
-        stop_process_groups()
-        return code
+        code = None
+        try:
+            code = _Run(recipe, launch, start, layers).train()
+            return code
+        finally:
+            # After an error the other processes may be waiting in a collective; torchrun ends them.
+            if code is not None or launch.world_size == 1:
+                stop_process_groups()
 
 
 class _Run:

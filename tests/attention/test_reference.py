@@ -506,3 +506,13 @@ def test_inputs_are_not_written_to():
         )
         for a, b in zip(run_inputs, (before.q, before.k, before.v, before.dout), strict=True):
             assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("name", ["exact", "nvfp4_qk_fp8_pv"])
+def test_autocast_does_not_change_the_reference(name):
+    case = Case(seqlen_q=33, seqlen_k=65)
+    want = run(case, get_policy(name))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = run(case, get_policy(name))
+    for a, b in zip(got[:5], want[:5], strict=True):
+        assert_bitwise(a, b, name=f"{name} under autocast")

@@ -1,0 +1,150 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fp4mega.train.data.datasets import Batches, build_datasets, check_files, data_fingerprint, prepare_missing
+from fp4mega.train.data.prepare import Request, prepare
+from fp4mega.train.data.tokenizers import ByteTokenizer
+from fp4mega.train.launch import find_launch, start_process_groups, stop_process_groups
+from fp4mega.train.recipe import Recipe, RecipeError
+
+
+class Numbered:
+    """Sample i holds only the number i."""
+
+    def __getitem__(self, i):
+        ids = torch.full((8,), i)
+        return {"tokens": ids, "labels": ids, "loss_mask": torch.ones(8), "position_ids": torch.arange(8)}
+
+
+@pytest.fixture
+def process_group(content):
+    recipe = Recipe.parse(content)
+    start_process_groups(find_launch({}), recipe.parallel)
+    yield
+    stop_process_groups()
+
+
+def text_of(sample):
+    return ByteTokenizer().detokenize([*sample["tokens"].tolist(), int(sample["labels"][-1])])
+
+
+def build(content, tmp_path):
+    recipe = Recipe.parse(content)
+    checked = check_files(recipe)
+    return recipe, checked, *build_datasets(recipe, checked, tmp_path / "index")
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_ranks_share_each_global_batch_whatever_their_number(content, dp_size):
+    content["model"]["vocab_size"] = 1000
+    content["train"] |= {"micro_batch_size": 2, "global_batch_size": 16}
+    recipe = Recipe.parse(content)
+    for batch in (0, 7):
+        seen = []
+        for rank in range(dp_size):
+            micro = Batches(Numbered(), recipe, rank, dp_size).load(batch, torch.device("cpu"))
+            assert len(micro) == 16 // (2 * dp_size)
+            seen += [int(row[0]) for m in micro for row in m["tokens"]]
+        assert sorted(seen) == list(range(batch * 16, batch * 16 + 16))
+
+
+def test_an_id_outside_the_vocabulary_stops_the_batch(content):
+    with pytest.raises(RecipeError, match=r"samples 264 to 265: token id 265, model.vocab_size=264"):
+        Batches(Numbered(), Recipe.parse(content), 0, 1).load(66, torch.device("cpu"))
+
+
+def test_samples_are_pieces_of_the_prepared_text(content, corpus, tmp_path, process_group):
+    _, _, train, valid = build(content, tmp_path)
+    for prefix, dataset in ((f"{corpus}_train", train), (f"{corpus}_valid", valid)):
+        ids = np.fromfile(f"{prefix}.bin", dtype=np.uint16)
+        documents = ByteTokenizer().detokenize([int(i) if i < 256 else 0 for i in ids]).split("\0")
+        for i in range(8):
+            pieces = text_of(dataset[i]).split("\n")
+            assert all(any(piece in document for document in documents) for piece in pieces)
+            assert torch.equal(dataset[i]["tokens"][1:], dataset[i]["labels"][:-1])
+
+
+def test_fingerprint_follows_the_data_and_the_seed_only(content, corpus, tmp_path, process_group):
+    def fingerprint():
+        recipe, checked, train, _ = build(content, tmp_path)
+        return data_fingerprint(train, checked, recipe)
+
+    first = fingerprint()
+    content["attention"]["policy"] = "nvfp4_qk_fp8_pv"
+    content["optimizer"]["lr"] = 1e-4
+    assert fingerprint() == first
+    content["train"]["seed"] = 5
+    assert fingerprint() != first
+
+
+def test_a_blend_draws_by_weight(content, corpus, tmp_path, process_group):
+    content["data"]["train"] = {f"{corpus}_train": 3.0, f"{corpus}_valid": 1.0}
+    content["train"]["steps"] = 50
+    _, _, train, _ = build(content, tmp_path)
+    drawn = np.bincount(train.dataset_index[:200], minlength=2) / 200
+    assert drawn == pytest.approx([0.75, 0.25], abs=0.01)
+
+
+def test_a_list_of_prefixes_weighs_tokens_and_repeats_as_needed(content, corpus, tmp_path, process_group):
+    content["data"]["train"] = [f"{corpus}_train", f"{corpus}_valid"]
+    content["train"]["steps"] = 500  # several passes over the data
+    recipe, checked, train, _ = build(content, tmp_path)
+    tokens = np.array([file.tokens for file in checked.train])
+    drawn = np.bincount(train.dataset_index[:2000], minlength=2) / 2000
+    assert len(train) >= 2000
+    assert drawn == pytest.approx(tokens / tokens.sum(), abs=0.01)
+
+
+def test_rewritten_files_are_not_read_through_an_old_index(content, tmp_path, process_group):
+    prefix, texts = tmp_path / "d", {}
+    content["data"] |= {"train": [str(prefix)], "valid": None, "split": "100,0,0"}
+    for version, word in enumerate(("first ", "second ")):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / "a.txt").write_text(word * (100 + version))
+        Path(f"{prefix}.json").unlink(missing_ok=True)
+        for ending in (".bin", ".idx"):
+            Path(f"{prefix}{ending}").unlink(missing_ok=True)
+        prepare(Request(source=str(tmp_path / "in"), valid_fraction=0.0), str(prefix), ByteTokenizer())
+        texts[word] = text_of(build(content, tmp_path)[2][0])
+    assert "first" in texts["first "]
+    assert "second" in texts["second "]
+    assert len(list((tmp_path / "index").iterdir())) == 2
+
+
+def test_a_split_that_leaves_nothing_is_refused(content, corpus):
+    content["data"] |= {"valid": None, "split": "999,1,0"}
+    content["train"]["eval_interval"] = 2
+    with pytest.raises(RecipeError, match=r"data.split='999,1,0': leaves no document for valid of the \d+ in"):
+        check_files(Recipe.parse(content))
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(content):
+    content["model"]["vocab_size"] = 256
+    with pytest.raises(RecipeError, match=r"model.vocab_size=256: the byte tokenizer has 257 tokens"):
+        check_files(Recipe.parse(content))
+
+
+def test_missing_data_is_prepared_once(content, tmp_path):
+    (tmp_path / "in").mkdir()
+    for i in range(30):
+        (tmp_path / "in" / f"{i}.md").write_text(f"note {i} " * 20)
+    content["data"] |= {
+        "train": [str(tmp_path / "p_train")],
+        "valid": [str(tmp_path / "p_valid")],
+        "prepare": {"source": str(tmp_path / "in")},
+    }
+    data = Recipe.parse(content).data
+    prepare_missing(data)
+    made = (tmp_path / "p_train.bin").stat()
+    prepare_missing(data)
+    assert (tmp_path / "p_train.bin").stat() == made
+    check_files(Recipe.parse(content))
+
+
+def test_prepared_prefixes_must_be_named_as_prepare_names_them(content, tmp_path):
+    content["data"] |= {"train": ["a"], "valid": ["b"], "prepare": {"source": str(tmp_path)}}
+    with pytest.raises(RecipeError, match=r"data.prepare makes PREFIX_train and PREFIX_valid"):
+        prepare_missing(Recipe.parse(content).data)
