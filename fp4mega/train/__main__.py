@@ -61,9 +61,8 @@ def _train(options: argparse.Namespace) -> int:
     launch = find_launch()
     # What is not installed is known from the manifest; Megatron says it a dozen times on import.
     warnings.filterwarnings("ignore", message=r".*Apex (is|are) not installed")
-    warnings.filterwarnings(
-        "ignore", message="full scope is deprecated"
-    )  # a default of Megatron's own
+    # A default of Megatron's own configuration.
+    warnings.filterwarnings("ignore", message="full scope is deprecated")
     from fp4mega.train.loop import run
 
     logging.basicConfig(format="%(message)s")

@@ -18,9 +18,11 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from fp4mega.train.model import Training
 from fp4mega.train.recipe import Recipe, RecipeError
+from fp4mega.train.schema import show
 
 META = "checkpoint.json"
 LATEST = "latest"
@@ -120,7 +122,7 @@ def check_resumable(place: Path, trained: Mapping[str, Any], recipe: Recipe) -> 
     refused = [name for name in different if not name.startswith(_MAY_CHANGE)]
     if refused:
         lines = [
-            f"{name}={now.get(name)!r}: {place} was trained with {before.get(name)!r}"
+            f"{name}={show(now.get(name))}: {place} was trained with {show(before.get(name))}"
             for name in refused
         ]
         raise RecipeError(
@@ -249,8 +251,21 @@ def _flush(folder: Path) -> None:
 
 
 def _root_cause(error: BaseException) -> BaseException:
+    failures = getattr(
+        error, "failures", None
+    )  # torch's CheckpointException: {rank: (error, traceback)}
+    if failures:
+        return _root_cause(next(iter(failures.values()))[0])
     cause = error.__cause__ or error.__context__
     return error if cause is None else _root_cause(cause)
+
+
+def _free_space(folder: Path) -> str:
+    """Room on the folder's disk: torch's writer reports a full one as a file position that it did not expect."""
+    try:
+        return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB free there"
+    except OSError as error:
+        return f"the folder cannot be looked at: {error}"
 
 
 def save_checkpoint(
@@ -288,7 +303,10 @@ def save_checkpoint(
             (temporary / META).write_text(json.dumps(meta, indent=2) + "\n")
             _publish(folder, temporary, final, recipe.train.keep_checkpoints)
         torch.distributed.barrier()
-    except Exception as error:  # Megatron's writer wraps what went wrong in errors of several kinds
+    except (
+        Exception,
+        CheckpointException,
+    ) as error:  # Megatron's writer wraps what went wrong in errors of several kinds
         if first:
             shutil.rmtree(temporary, ignore_errors=True)
         good = newest_checkpoint(folder)
@@ -299,7 +317,7 @@ def save_checkpoint(
         )
         cause = _root_cause(error)
         raise CheckpointError(
-            f"could not save step {step} to {final}: {type(cause).__name__}: {cause}; {remaining}"
+            f"could not save step {step} to {final}: {type(cause).__name__}: {cause} ({_free_space(folder)}); {remaining}"
         ) from error
     return final
 
@@ -349,7 +367,10 @@ def load_checkpoint(checkpoint: Checkpoint, training: Training, recipe: Recipe) 
             training.scheduler.load_state_dict(state["scheduler"])
             if same_layout:
                 _set_rng_state(state["rng"])
-    except Exception as error:  # damaged files surface as errors of many kinds
+    except (
+        Exception,
+        CheckpointException,
+    ) as error:  # damaged files surface as errors of many kinds
         cause = _root_cause(error)
         raise CheckpointError(
             f"{checkpoint.path}: could not be loaded: {type(cause).__name__}: {cause}; remove it to resume from an older one"

@@ -186,7 +186,7 @@ class _Run:
             set_rounding_step(self.training.chunks, step)
             began = time.perf_counter()
             result = train_step(
-                self.training, self.recipe, self.batches, step - 1, self.device, request.signal
+                self.training, self.recipe, self.batches, step - 1, self.device, request
             )
             spent += time.perf_counter() - began
             stop = result.stop if step < train.steps else 0
@@ -203,7 +203,8 @@ class _Run:
                 ).items():
                     self._log("probe", step, layer=layer, **values)
             self.console.advance(step)
-            if self.valid is not None and (_due(step, train.eval_interval) or step == train.steps):
+            due = _due(step, train.eval_interval) or step == train.steps
+            if self.valid is not None and due and not stop:
                 self._evaluate(step)
             if train.save_interval is not None and (_due(step, train.save_interval) or last):
                 self._save(step)
@@ -238,7 +239,8 @@ class _Run:
         )
 
     def _evaluate(self, step: int) -> None:
-        assert self.valid is not None
+        if self.valid is None:
+            return
         loss = evaluate(self.training, self.recipe, self.valid, self.device)
         self._log("eval", step, loss=loss, split="valid")
         self.console.say(f"step {step}: validation loss {loss:.4f}")

@@ -105,7 +105,7 @@ def build_model(recipe: Recipe, config: Any, device: torch.device) -> list[Any]:
         else list(range(recipe.parallel.virtual_pipeline))
     )
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=recipe.optimizer.fp32_gradients,
         overlap_grad_reduce=device.type == "cuda",
         overlap_param_gather=device.type == "cuda" and recipe.optimizer.distributed,
         use_distributed_optimizer=recipe.optimizer.distributed,
@@ -217,9 +217,9 @@ def initial_fingerprint(chunks: list[Any]) -> str:
     digest = hashlib.sha256()
     for i, chunk in enumerate(chunks):
         for name, parameter in sorted(chunk.named_parameters()):
-            value = parameter.detach().to("cpu", torch.float32).contiguous()
-            digest.update(f"{i} {name} {tuple(value.shape)}".encode())
-            digest.update(value.numpy().tobytes())
+            value = parameter.detach().cpu().contiguous()
+            digest.update(f"{i} {name} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.view(torch.uint8).numpy())
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, digest.hexdigest())
     return hashlib.sha256("".join(dict.fromkeys(gathered)).encode()).hexdigest()

@@ -329,6 +329,10 @@ class OptimizerSection(Section):
     distributed: bool = Field(
         default=False, description="Shard the optimizer's state over data-parallel processes"
     )
+    fp32_gradients: bool = Field(
+        default=True,
+        description="Accumulate and reduce gradients in FP32; false keeps them in the parameters' dtype, two bytes less a BF16 parameter",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -12,11 +12,12 @@ from torch import Tensor
 from fp4mega.train.data.datasets import Batches
 from fp4mega.train.model import Training
 from fp4mega.train.recipe import Recipe
+from fp4mega.train.signals import StopRequest
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one update reports. loss: mean over the global batch's tokens in nats. stop: a process was asked to stop by this signal."""
+    """What one update reports. loss: mean over the global batch's tokens, in nats. stop: the signal to stop for, or 0."""
 
     loss: float
     grad_norm: float
@@ -74,9 +75,14 @@ def _run(
 
 
 def train_step(
-    training: Training, recipe: Recipe, batches: Batches, step: int, device: torch.device, stop: int
+    training: Training,
+    recipe: Recipe,
+    batches: Batches,
+    step: int,
+    device: torch.device,
+    request: StopRequest,
 ) -> StepResult:
-    """Update number `step` (from 0). `stop` is the signal this process was sent, or 0; all processes learn of it."""
+    """Update number `step` (from 0). All processes learn of a signal that any of them was sent until its end."""
     for chunk in training.chunks:
         chunk.train()
         chunk.zero_grad_buffer()
@@ -89,7 +95,7 @@ def train_step(
     training.scheduler.step(increment=1)
 
     # One sum over all processes carries the loss and the signals, so that every process stops after the same step.
-    asked = [float(stop == number) for number in (signal.SIGTERM, signal.SIGINT)]
+    asked = [float(request.signal == number) for number in (signal.SIGTERM, signal.SIGINT)]
     totals = torch.cat([report, torch.tensor(asked, dtype=torch.float64, device=device)])
     torch.distributed.all_reduce(totals)
     loss_sum, tokens, terminated, interrupted = totals.tolist()

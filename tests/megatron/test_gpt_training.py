@@ -114,6 +114,7 @@ class WideValueDotProduct(DotProductAttention):
 def test_multi_latent_attention(recompute):
     only_mla = {
         "multi_latent_attention": True,
+        "qk_layernorm": True,
         "q_lora_rank": 24,
         "kv_lora_rank": 20,
         "qk_head_dim": 16,

@@ -198,6 +198,10 @@ def test_compiled_once_for_all_lengths() -> None:
     )
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12),
+    reason="torch 2.11's compiler cannot take a frozen dataclass as an argument; names work",
+)
 def test_compiled_function_follows_the_policy_object() -> None:
     torch.compiler.reset()
     inputs = Case(seqlen_q=40, seqlen_k=40).make()

@@ -13,7 +13,24 @@ from fp4mega.train.data.tokenizers import ByteTokenizer
 from fp4mega.train.launch import find_launch
 from fp4mega.train.recipe import Recipe
 
-WORDS = "the quick brown fox jumps over a lazy dog while seven wizards quietly mix black liquids".split()
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "wizards",
+    "quietly",
+    "mix",
+    "black",
+    "liquids",
+]
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +41,28 @@ def corpus(tmp_path_factory):
     for i in range(60):
         text = " ".join(WORDS[(i * j + j * j) % len(WORDS)] for j in range(40 + i))
         (folder / "in" / f"{i:02d}.txt").write_text(f"{i}: {text}.\n")
-    prepare(Request(source=str(folder / "in"), valid_fraction=0.2), str(folder / "data"), ByteTokenizer())
+    prepare(
+        Request(source=str(folder / "in"), valid_fraction=0.2),
+        str(folder / "data"),
+        ByteTokenizer(),
+    )
+    return str(folder / "data")
+
+
+@pytest.fixture(scope="session")
+def long_corpus(tmp_path_factory):
+    """Prefix of one pair with tokens for 2,000 updates: one pass, whose order does not depend on the number of updates."""
+    folder = tmp_path_factory.mktemp("long")
+    (folder / "in").mkdir()
+    for i in range(30):
+        text = f"{i}: " + " ".join(WORDS[(i * j + j * j) % len(WORDS)] for j in range(2500))
+        (folder / "in" / f"{i}.txt").write_text(text)
+    content = prepare(
+        Request(source=str(folder / "in"), valid_fraction=0.0),
+        str(folder / "data"),
+        ByteTokenizer(),
+    )
+    assert content["splits"]["train"]["tokens"] > 2000 * 4 * 32
     return str(folder / "data")
 
 

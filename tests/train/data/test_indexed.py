@@ -42,14 +42,26 @@ def overwrite(path, offset, content):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda p: cut(p + ".bin", 211), r"data.bin: 211 bytes, but data.idx describes 106 tokens of 2 bytes = 212 bytes"),
+        (
+            lambda p: cut(p + ".bin", 211),
+            r"data.bin: 211 bytes, but data.idx describes 106 tokens of 2 bytes = 212 bytes",
+        ),
         (lambda p: overwrite(p + ".bin", 212, b"xx"), r"data.bin: 214 bytes, but .* = 212 bytes"),
         (lambda p: cut(p + ".bin", 0), r"data.bin: 0 bytes, but .* = 212 bytes"),
         (lambda p: cut(p + ".idx", 20), r"data.idx: 20 bytes are less than the 34 of a header"),
-        (lambda p: cut(p + ".idx", 90), r"data.idx: 90 bytes, expected 102 for 3 sequences and 4 boundaries"),
+        (
+            lambda p: cut(p + ".idx", 90),
+            r"data.idx: 90 bytes, expected 102 for 3 sequences and 4 boundaries",
+        ),
         (lambda p: overwrite(p + ".idx", 0, b"GARBAGE"), r"data.idx: starts with b'GARBAGE"),
-        (lambda p: overwrite(p + ".idx", 17, b"\x06"), r"data.idx: dtype code 6 holds no token ids"),
-        (lambda p: overwrite(p + ".idx", 46, b"\xff" * 8), r"data.idx: describes a sequence outside the 212 bytes"),
+        (
+            lambda p: overwrite(p + ".idx", 17, b"\x06"),
+            r"data.idx: dtype code 6 holds no token ids",
+        ),
+        (
+            lambda p: overwrite(p + ".idx", 46, b"\xff" * 8),
+            r"data.idx: describes a sequence outside the 212 bytes",
+        ),
     ],
 )
 def test_damage_is_named_with_sizes(prefix, damage, message):
@@ -69,7 +81,9 @@ def test_a_bin_of_another_idx_is_refused(prefix, tmp_path):
 @pytest.mark.parametrize("ending", [".bin", ".idx"])
 def test_a_missing_half_is_named(prefix, tmp_path, ending):
     (tmp_path / f"data{ending}").unlink()
-    with pytest.raises(ValueError, match=rf"data{ending}: no such file; expected the pair data.idx and data.bin"):
+    with pytest.raises(
+        ValueError, match=rf"data{ending}: no such file; expected the pair data.idx and data.bin"
+    ):
         check_token_file(prefix)
 
 
@@ -82,7 +96,9 @@ def test_no_tokens_is_an_error(tmp_path):
 def test_an_id_outside_the_vocabulary_is_named(prefix):
     file = check_token_file(prefix)
     check_vocabulary(file, ByteTokenizer(), 257)
-    with pytest.raises(ValueError, match=r"data.bin: holds token id 256, model.vocab_size=256 allows 0 to 255"):
+    with pytest.raises(
+        ValueError, match=r"data.bin: holds token id 256, model.vocab_size=256 allows 0 to 255"
+    ):
         check_vocabulary(file, ByteTokenizer(), 256)
 
 
@@ -90,5 +106,7 @@ def test_an_id_outside_the_vocabulary_is_named(prefix):
 def test_the_tokenizer_of_the_sidecar_must_be_the_recipes(tmp_path, split):
     write_pair(tmp_path / f"d{split}", [[1, 2]])
     (tmp_path / "d.json").write_text(json.dumps({"tokenizer": {"kind": "huggingface"}}))
-    with pytest.raises(ValueError, match=r"tokenized with .*huggingface.*, the recipe's tokenizer is .*byte"):
+    with pytest.raises(
+        ValueError, match=r"tokenized with .*huggingface.*, the recipe's tokenizer is .*byte"
+    ):
         check_vocabulary(check_token_file(str(tmp_path / f"d{split}")), ByteTokenizer(), 257)

@@ -13,7 +13,9 @@ BYTES = ByteTokenizer()
 
 
 def make_folder(path, count=40):
-    texts = {f"{i % 3}/file{i:02d}.txt": f"document {i}\n" + "word é " * (i + 1) for i in range(count)}
+    texts = {
+        f"{i % 3}/file{i:02d}.txt": f"document {i}\n" + "word é " * (i + 1) for i in range(count)
+    }
     for name, text in texts.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(text, encoding="utf-8")
@@ -27,7 +29,9 @@ def documents(prefix):
 
 def test_prepared_data_decodes_back_to_the_text(tmp_path):
     texts = make_folder(tmp_path / "in")
-    content = prepare(Request(source=str(tmp_path / "in"), valid_fraction=0.2), str(tmp_path / "out"), BYTES)
+    content = prepare(
+        Request(source=str(tmp_path / "in"), valid_fraction=0.2), str(tmp_path / "out"), BYTES
+    )
     train, valid = documents(tmp_path / "out_train"), documents(tmp_path / "out_valid")
     assert sorted(train + valid) == sorted(texts)
     assert 0 < len(valid) < len(train)
@@ -58,7 +62,9 @@ def test_the_split_of_a_document_does_not_depend_on_the_others(tmp_path):
 def test_two_preparations_are_the_same_bytes(tmp_path):
     make_folder(tmp_path / "in")
     for name in ("a", "b"):
-        prepare(Request(source=str(tmp_path / "in"), valid_fraction=0.1), str(tmp_path / name), BYTES)
+        prepare(
+            Request(source=str(tmp_path / "in"), valid_fraction=0.1), str(tmp_path / name), BYTES
+        )
     for ending in ("_train.bin", "_train.idx", "_valid.bin", "_valid.idx", ".json"):
         assert (tmp_path / f"a{ending}").read_bytes() == (tmp_path / f"b{ending}").read_bytes()
 
@@ -79,7 +85,9 @@ def test_files_that_are_no_text_are_skipped_and_counted(tmp_path):
 
 def test_max_bytes_is_kept(tmp_path):
     make_folder(tmp_path / "in")
-    content = prepare(Request(source=str(tmp_path / "in"), max_bytes=900), str(tmp_path / "out"), BYTES)
+    content = prepare(
+        Request(source=str(tmp_path / "in"), max_bytes=900), str(tmp_path / "out"), BYTES
+    )
     total = sum(part["bytes"] for part in content["splits"].values())
     assert 600 < total <= 900
 
@@ -143,11 +151,24 @@ def test_the_command_refuses_bad_input_in_one_message(tmp_path, capsys, argument
 
 def test_the_command_prepares_the_standard_library(tmp_path, capsys):
     out = tmp_path / "stdlib"
-    command = ["--source", "python_stdlib", "--out", str(out), "--max-bytes", "300000", "--valid-fraction", "0.1"]
+    command = [
+        "--source",
+        "python_stdlib",
+        "--out",
+        str(out),
+        "--max-bytes",
+        "300000",
+        "--valid-fraction",
+        "0.1",
+    ]
     assert main(command) == 0
     train, valid = documents(f"{out}_train"), documents(f"{out}_valid")
     assert 200_000 < sum(len(t.encode()) for t in train + valid) <= 300_000
     library = Path(sysconfig.get_path("stdlib"))
-    own = {path.read_text("utf-8", errors="replace") for path in library.rglob("*.py") if "site-packages" not in path.parts}
+    own = {
+        path.read_text("utf-8", errors="replace")
+        for path in library.rglob("*.py")
+        if "site-packages" not in path.parts
+    }
     assert set(train) | set(valid) <= own
     assert f"{out}_valid: {len(valid)} documents" in capsys.readouterr().err

@@ -9,7 +9,9 @@ TEXT = "def f(x):\n\treturn x  # naïve, 日本, \U0001f40d\r\n"
 
 
 def word_tokenizer(path, vocabulary):
-    library = Library(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="?"))
+    library = Library(
+        models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="?")
+    )
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     library.save(str(path))
     return path
@@ -41,9 +43,15 @@ def test_huggingface_file_and_folder(tmp_path):
 
 
 def test_identity_follows_the_content_of_the_file(tmp_path):
-    one = build_tokenizer("huggingface", str(word_tokenizer(tmp_path / "1.json", ["?", "a", "</s>"])))
-    same = build_tokenizer("huggingface", str(word_tokenizer(tmp_path / "2.json", ["?", "a", "</s>"])))
-    other = build_tokenizer("huggingface", str(word_tokenizer(tmp_path / "3.json", ["?", "c", "</s>"])))
+    one = build_tokenizer(
+        "huggingface", str(word_tokenizer(tmp_path / "1.json", ["?", "a", "</s>"]))
+    )
+    same = build_tokenizer(
+        "huggingface", str(word_tokenizer(tmp_path / "2.json", ["?", "a", "</s>"]))
+    )
+    other = build_tokenizer(
+        "huggingface", str(word_tokenizer(tmp_path / "3.json", ["?", "c", "</s>"]))
+    )
     assert identify(one) == identify(same) != identify(other)
 
 
