@@ -37,8 +37,8 @@ test-gpu: setup
 	$(BIN)/python -m pytest -m gpu
 
 lint: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check fp4mega tests
+	$(BIN)/ruff format --check fp4mega tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
