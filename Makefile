@@ -28,7 +28,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/torchrun --nproc-per-node 1 -m fp4mega.train recipes/runs/$(DEMO_NVFP4).yaml tracking.dir=$(RUNS) $(DEMO)
 	$(BIN)/torchrun --nproc-per-node 1 -m fp4mega.train recipes/runs/$(DEMO_BF16).yaml tracking.dir=$(RUNS) $(DEMO)
-	$(BIN)/python -m fp4mega.tracking.compare $(RUNS)/tiny__bf16 $(RUNS)/tiny__nvfp4_qk_fp8_pv --plot $(RUNS)/compare.png
+	$(BIN)/python -m fp4mega.tracking.compare $(RUNS)/tiny__bf16 $(RUNS)/tiny__nvfp4_qk_fp8_pv --plot $(RUNS)/compare.png \
+	  --gate finite --gate loss_falls=0.3 --gate valid_loss_gap=2%
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not gpu"

@@ -76,13 +76,6 @@ class Mask:
             return keys >= self.lengths_k[:, None]
         return self.side.key_padding_mask
 
-    def hidden_rows(self) -> Tensor | None:
-        """Query rows beyond their sequence, bool [B, S], or None."""
-        if self.lengths_q is None:
-            return None
-        rows = torch.arange(self.problem.seqlen_q, device=self.lengths_q.device)
-        return rows >= self.lengths_q[:, None]
-
 
 @dataclass(frozen=True, slots=True)
 class Packing:

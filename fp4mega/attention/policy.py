@@ -19,9 +19,10 @@ A name is unique: changed numbers need a changed name.
 
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from math import isfinite
 from typing import Any, Literal, get_args
 
-from fp4mega.attention.operand import FLOAT_FORMATS, MX_FORMATS, Operand, parse_operand
+from fp4mega.attention.operand import FLOAT_FORMATS, UNQUANTIZED, Operand, parse_operand
 
 BackwardRule = Literal["paper", "centered", "represented"]
 MaxRule = Literal["exact", "integer"]
@@ -40,6 +41,7 @@ class DirectP:
     """Direct-P score map: E2M1 probability codes straight from scores, u = max(0, slope * x + offset).
 
     x is the score in log2 units relative to its 32-key block's power of two, plus log2(6). See docs/numerics.md.
+    Raises ValueError naming the field that is out of its range.
     """
 
     slope: float
@@ -53,6 +55,24 @@ class DirectP:
     """M: the sampled reference is raised by M powers of two."""
     floor: int = 0
     """L: block exponents are lifted to at least L + 1 and then lowered by L, headroom + floor <= 126."""
+
+    def __post_init__(self) -> None:
+        for name in ("slope", "offset"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+                raise ValueError(f"direct_p.{name}={value!r}: expected a finite number")
+        for name, least in (("exact_every", 0), ("samples", 1), ("headroom", 0), ("floor", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"direct_p.{name}={value!r}: expected an integer of {least} or more"
+                )
+        if self.reference not in ("zero", "sampled"):
+            raise ValueError(f"direct_p.reference={self.reference!r}: allowed: zero, sampled")
+        if self.headroom + self.floor > 126:
+            raise ValueError(
+                f"direct_p.headroom={self.headroom}, direct_p.floor={self.floor}: their sum must not exceed 126"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +165,14 @@ class AttentionPolicy:
                     getattr(self, name),
                     "V is reduced along keys, so a scale per row cannot be factored out",
                 )
-        if ops["ds"].format not in ("none", "bf16") and ops["ds"].scope not in ("tile", "unit"):
+        if ops["ds"].format not in (*UNQUANTIZED, *FLOAT_FORMATS):
+            self._reject(
+                "ds",
+                self.ds,
+                "dS is read along its rows and along its columns, so no block of it can share a scale; "
+                f"allowed formats: {', '.join((*UNQUANTIZED, *FLOAT_FORMATS))}",
+            )
+        if ops["ds"].format in FLOAT_FORMATS and ops["ds"].scope not in ("tile", "unit"):
             self._reject("ds", self.ds, "dS exists one tile at a time; scopes: tile, unit")
         if self.backward == "represented" and self.v_bwd != "same":
             self._reject(
@@ -162,8 +189,6 @@ class AttentionPolicy:
                     self.backward,
                     "Direct-P has no unquantized P; allowed: represented, with normalizer represented",
                 )
-            if self.direct_p.headroom + self.direct_p.floor > 126:
-                self._reject("direct_p", self.direct_p, "headroom + floor must not exceed 126")
 
     @property
     def four_bit_pv(self) -> bool:
@@ -299,8 +324,3 @@ def register_policy(policy: AttentionPolicy) -> AttentionPolicy:
             "changed numbers need a changed name"
         )
     return known
-
-
-def is_mx(spelling: str) -> bool:
-    """True for a spelling whose format is one of the MXFP4 family."""
-    return spelling.partition("+")[0] in MX_FORMATS

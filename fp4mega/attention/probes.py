@@ -37,6 +37,10 @@ def probe(
     (largest score, natural units). A packed problem reports the operands only.
     """
     q, k, v = q[:1].float(), k[:1].float(), v[:1].float()
+    if side.key_padding_mask is not None:
+        # As in the forward: what padding holds reaches no scale.
+        hidden = side.key_padding_mask[:1, :, None, None]
+        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
     metrics: dict[str, float] = {}
     represented = {}
     for name, x in (("q", q), ("k", k), ("v", v)):

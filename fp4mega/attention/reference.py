@@ -57,9 +57,18 @@ def explain(problem: AttentionProblem, policy: AttentionPolicy) -> str | None:
     return None
 
 
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """FP64 for FP64 inputs, otherwise FP32."""
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of lse and dsink: FP64 for FP64 inputs, otherwise FP32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def accumulator_dtype(dtype: torch.dtype, policy: AttentionPolicy) -> torch.dtype:
+    """FP64 for FP64 inputs, otherwise FP32.
+
+    FP64 too where Direct-P holds its sums far below their worth: FP32's range would end where a small V begins.
+    """
+    wide = policy.direct_p is not None and policy.direct_p.floor > 0
+    return torch.float64 if wide else statistics_dtype(dtype)
 
 
 def saved_spec(
@@ -80,7 +89,10 @@ def saved_spec(
     if policy.backward == "represented":
         groups = problem.num_heads // problem.num_kv_heads
         specs.append(
-            ((2, batch, problem.num_kv_heads, groups, rows), accumulator_dtype(problem.dtype))
+            (
+                (2, batch, problem.num_kv_heads, groups, rows),
+                accumulator_dtype(problem.dtype, policy),
+            )
         )
     return tuple(specs)
 
@@ -136,7 +148,7 @@ def backward(
         call.leave_rows(dq.to(problem.dtype)),
         call.leave_keys(dk.to(problem.dtype)),
         call.leave_keys(dv.to(problem.dtype)),
-        dsink,
+        None if dsink is None else dsink.to(statistics_dtype(problem.dtype)),
     )
 
 
@@ -158,7 +170,7 @@ class _Call:
 
     @property
     def dtype(self) -> torch.dtype:
-        return accumulator_dtype(self.problem.dtype)
+        return accumulator_dtype(self.problem.dtype, self.policy)
 
     @property
     def groups(self) -> int:
@@ -225,7 +237,7 @@ class _Call:
         return x.to(self.dtype).unflatten(1, (self.problem.num_kv_heads, self.groups))
 
     def leave_lse(self, x: Tensor) -> Tensor:
-        x = x.flatten(1, 2)
+        x = x.flatten(1, 2).to(statistics_dtype(self.problem.dtype))
         if self.pack_q is None:
             return x
         return (
@@ -311,8 +323,9 @@ def _forward_tiles(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
     # L is 0 for a row that sees no key: its output is 0 and its log-sum-exp -inf.
     empty = total == 0
     out = (out / total.masked_fill(empty, 1.0)[..., None]).masked_fill(empty[..., None], 0.0)
-    shift = 0 if policy.direct_p is None else policy.direct_p.floor
-    lse = ((finite_reference(reference) + total.log2() + shift) * LN2).masked_fill(empty, -math.inf)
+    lse = ((finite_reference(reference) + total.log2() + _floor(call)) * LN2).masked_fill(
+        empty, -math.inf
+    )
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse, torch.stack([reference, total])
 
 
@@ -392,8 +405,7 @@ class _Probabilities:
         """Factor from P relative to a running reference to P / L relative to the final one; 0 for a row that sees nothing."""
         assert self.statistics is not None
         final, total = self.statistics[0][..., row:], self.statistics[1][..., row:]
-        inverse = (1 / total).masked_fill(total == 0, 0.0)
-        return torch.exp2(reference - finite_reference(final)) * inverse
+        return torch.exp2(reference - finite_reference(final)) * _inverse(total)
 
     def sink(self) -> Tensor:
         """Probability mass that the sink takes of every row, [B, G, R, S]."""
@@ -401,7 +413,7 @@ class _Probabilities:
         if self.statistics is None:
             return torch.exp2(sink - self.lse)
         final, total = self.statistics
-        return torch.exp2(sink - finite_reference(final)) / total
+        return torch.exp2(sink - finite_reference(final) - _floor(self.call)) * _inverse(total)
 
 
 def _initial_statistics(call: _Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -422,8 +434,18 @@ def _initial_statistics(call: _Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tens
                 .expand_as(reference)
                 .clone()
             )
-        total = torch.exp2(sink - reference - (rule.floor if rule else 0))
+        total = torch.exp2(sink - finite_reference(reference) - _floor(call))
     return reference, total
+
+
+def _floor(call: _Call) -> int:
+    """L of Direct-P: normalizer and output are held 2^L below their worth. 0 for other policies."""
+    return 0 if call.policy.direct_p is None else call.policy.direct_p.floor
+
+
+def _inverse(total: Tensor) -> Tensor:
+    """1 / L, and 0 for a row that sees nothing."""
+    return (1 / total).masked_fill(total == 0, 0.0)
 
 
 def _sink(call: _Call) -> Tensor:

@@ -23,6 +23,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
     is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
 )
@@ -245,9 +246,7 @@ class Fp4CoreAttention(MegatronModule):
             {"softmax_offset": 0},
             sharded_offsets,
             tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"]
-            if metadata
-            else parallel_state.get_data_parallel_group(with_context_parallel=True),
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
         )
 
     def extra_repr(self) -> str:
@@ -266,6 +265,22 @@ class Fp4CoreAttention(MegatronModule):
         return clone
 
 
+def layer_matchers(layers: LayerMatchers) -> list[tuple[str, AttentionPolicy]]:
+    """(glob, policy) pairs with every policy looked up. Raises TypeError for what is no such pair, ValueError for an unknown policy."""
+    if not isinstance(layers, Sequence) or isinstance(layers, str):
+        raise TypeError(
+            f"layers={layers!r}: expected a list of (glob, policy) pairs such as ('layers.0', 'bf16')"
+        )
+    pairs = []
+    for i, pair in enumerate(layers):
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise TypeError(
+                f"layers.{i}={pair!r}: expected a pair (glob, policy) such as ('layers.0', 'bf16')"
+            )
+        pairs.append((pair[0], get_policy(pair[1])))
+    return pairs
+
+
 def layer_policy(
     layer_number: int,
     num_layers: int,
@@ -273,7 +288,7 @@ def layer_policy(
     layers: LayerMatchers,
 ) -> AttentionPolicy:
     """The policy of a layer (1-based). Raises ValueError for an unknown policy, also one that no layer takes."""
-    names = [(glob, get_policy(policy).name) for glob, policy in layers]
+    names = [(glob, policy.name) for glob, policy in layer_matchers(layers)]
     return get_policy(
         resolve_layer_policy(layer_number - 1, num_layers, get_policy(default).name, names)
     )

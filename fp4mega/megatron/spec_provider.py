@@ -7,7 +7,7 @@ from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from fp4mega.attention.policy import AttentionPolicy, get_policy
-from fp4mega.megatron.core_attention import Fp4CoreAttention
+from fp4mega.megatron.core_attention import Fp4CoreAttention, layer_matchers
 
 try:
     import transformer_engine  # noqa: F401  (an extension: absent on a machine without a GPU)
@@ -30,15 +30,14 @@ class AttentionOptions(TypedDict, total=False):
 
 def core_attention_spec(**attention: Unpack[AttentionOptions]) -> ModuleSpec:
     """A spec of `Fp4CoreAttention` with these options. Raises ValueError for an unknown policy, TypeError for an
-    unknown option."""
+    unknown option or for `layers` that are no (glob, policy) pairs."""
     unknown = sorted(set(attention) - set(AttentionOptions.__annotations__))
     if unknown:
         allowed = ", ".join(AttentionOptions.__annotations__)
         raise TypeError(f"attention options {', '.join(unknown)}: allowed: {allowed}")
     if "policy" in attention:
         get_policy(attention["policy"])
-    for _, policy in attention.get("layers", ()):
-        get_policy(policy)
+    layer_matchers(attention.get("layers") or ())
     return ModuleSpec(module=Fp4CoreAttention, params=dict(attention))
 
 

@@ -27,6 +27,7 @@ from fp4mega.train.schema import show
 META = "checkpoint.json"
 LATEST = "latest"
 SCHEMA = 1
+_META_FIELDS = ("step", "recipe", "recipe_digest", "data_fingerprint")
 _NAME = re.compile(r"iter_(\d{7,})")
 
 # Fields that may change when a run is resumed. Everything else decides which experiment it is.
@@ -74,13 +75,15 @@ def _read_meta(path: Path) -> Checkpoint | None:
         meta = json.loads((path / META).read_text())
     except (OSError, ValueError):
         return None
-    if meta.get("schema") != SCHEMA:
+    if not isinstance(meta, dict) or meta.get("schema") != SCHEMA:
+        schema = meta.get("schema") if isinstance(meta, dict) else show(meta)
+        raise RecipeError(f"{path / META}: schema={schema!r}: this version reads {SCHEMA}")
+    missing = [name for name in _META_FIELDS if name not in meta]
+    if missing:
         raise RecipeError(
-            f"{path / META}: schema={meta.get('schema')!r}: this version reads {SCHEMA}"
+            f"{path / META}: {', '.join(missing)} missing: the file is damaged; remove {path} to start from an older one"
         )
-    return Checkpoint(
-        path, meta["step"], meta["recipe"], meta["recipe_digest"], meta["data_fingerprint"]
-    )
+    return Checkpoint(path, **{name: meta[name] for name in _META_FIELDS})
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:

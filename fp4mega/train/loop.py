@@ -34,7 +34,7 @@ from fp4mega.train.launch import (
     start_process_groups,
     stop_process_groups,
 )
-from fp4mega.train.model import build_training, initial_fingerprint
+from fp4mega.train.model import build_training, check_installed, initial_fingerprint
 from fp4mega.train.probes import gather_probes
 from fp4mega.train.recipe import Recipe, RecipeError
 from fp4mega.train.run_dir import Start, find_start
@@ -57,6 +57,7 @@ def run(recipe: Recipe, launch: Launch) -> int:
     """
     try:
         validate(recipe, launch.world_size, launch.device.type)
+        check_installed(recipe)
         check_savable(recipe, HAVE_TRANSFORMER_ENGINE)
         layers = layer_backends(recipe, launch.device)
         start = find_start(recipe)

@@ -2,12 +2,13 @@
 
 import hashlib
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 
-from fp4mega.train.recipe import Recipe
+from fp4mega.train.recipe import Recipe, RecipeError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -105,7 +106,7 @@ def build_model(recipe: Recipe, config: Any, device: torch.device) -> list[Any]:
         else list(range(recipe.parallel.virtual_pipeline))
     )
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=recipe.optimizer.fp32_gradients,
+        grad_reduce_in_fp32=recipe.optimizer.state_dtype == "fp32",
         overlap_grad_reduce=device.type == "cuda",
         overlap_param_gather=device.type == "cuda" and recipe.optimizer.distributed,
         use_distributed_optimizer=recipe.optimizer.distributed,
@@ -147,6 +148,28 @@ def build_model(recipe: Recipe, config: Any, device: torch.device) -> list[Any]:
     return chunks
 
 
+def check_installed(recipe: Recipe) -> None:
+    """Raise RecipeError when the recipe needs a package that is not there."""
+    if recipe.optimizer.state_dtype == "bf16" and find_spec("transformer_engine") is None:
+        raise RecipeError(
+            "optimizer.state_dtype=bf16: Megatron's precision-aware optimizer needs Transformer Engine, which is not "
+            "installed (pip install 'fp4mega[te]'); allowed without it: fp32"
+        )
+
+
+def _state_options(dtype: str) -> dict[str, Any]:
+    """Megatron's precision-aware optimizer: gradients and moments in BF16, FP32 weights kept as BF16 plus a remainder."""
+    if dtype == "fp32":
+        return {}
+    return {
+        "use_precision_aware_optimizer": True,
+        "main_grads_dtype": torch.bfloat16,
+        "exp_avg_dtype": torch.bfloat16,
+        "exp_avg_sq_dtype": torch.bfloat16,
+        "store_param_remainders": True,
+    }
+
+
 def build_optimizer(recipe: Recipe, chunks: list[Any]) -> tuple[Any, Any]:
     """Megatron's AdamW over the chunks, and the schedule of its learning rate in updates."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -166,6 +189,7 @@ def build_optimizer(recipe: Recipe, chunks: list[Any]) -> tuple[Any, Any]:
             bf16=recipe.train.precision == "bf16",
             params_dtype=_DTYPES[recipe.train.precision],
             use_distributed_optimizer=section.distributed,
+            **_state_options(section.state_dtype),
             overlap_param_gather=section.distributed and chunks[0].ddp_config.overlap_param_gather,
         ),
         chunks,

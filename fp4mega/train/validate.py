@@ -143,6 +143,8 @@ def _schedule_problems(recipe: Recipe) -> Iterator[str]:
             f"train.eval_interval={recipe.train.eval_interval}: data.split={show(recipe.data.split)} keeps nothing for "
             "validation; give it a second share, name data.valid, or set eval_interval=null"
         )
+    if recipe.optimizer.state_dtype == "bf16" and recipe.train.precision != "bf16":
+        yield f"optimizer.state_dtype=bf16: train.precision={recipe.train.precision}; allowed with bf16 only"
     tokenizer, vocab_size = recipe.data.tokenizer.kind, recipe.model.vocab_size
     if tokenizer == "byte" and recipe.data.kind == "indexed" and vocab_size < BYTE_VOCAB_SIZE:
         yield f"model.vocab_size={vocab_size}: the byte tokenizer needs {BYTE_VOCAB_SIZE} or more"

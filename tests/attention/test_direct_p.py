@@ -1,11 +1,12 @@
 """Direct-P against a scalar rebuild of its definition, its published accuracy, and its guard against extreme scores."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
-from fp4mega.attention import SideInputs, forward, get_policy
+from fp4mega.attention import Saved, SideInputs, backward, forward, get_policy
 from fp4mega.attention.score_map import direct_p_codes, sample_order
 from fp4mega.testing.assertions import assert_bitwise, assert_close, cosine, rel_l2
 from fp4mega.testing.cases import Case
@@ -191,3 +192,58 @@ def test_masked_keys_get_no_probability():
     )
     assert_close(out[1:], short, limit=2e-6, name="padded against short")
     assert_bitwise(out, forward(x.q, x.k, x.v, x.side, case.problem, policy)[0], name="repeat")
+
+
+@pytest.mark.parametrize("name", ["direct_p_fast", "direct_p_accurate", "direct_p_guarded"])
+def test_gradient_of_the_sink(name):
+    """Against a central difference: the sink moves the normalizer only, so no code flips."""
+    case = Case(batch=1, seqlen_q=40, seqlen_k=150, head_dim=32, dtype=torch.float64)
+    x, policy = case.make(), get_policy(name)
+    problem = dataclasses.replace(case.problem, sink=True)
+    sink = torch.tensor([3.0, -1.0, 0.5, 5.0], dtype=torch.float64)
+
+    def output(sink):
+        return forward(x.q, x.k, x.v, SideInputs(sink=sink), problem, policy)
+
+    out, lse, saved = output(sink)
+    dsink = backward(
+        torch.ones_like(out),
+        None,
+        Saved(out, lse, saved),
+        (None, None, None),
+        SideInputs(sink=sink),
+        problem,
+        policy,
+    )[3]
+    step = 1e-6
+    for head in range(4):
+        moved = step * torch.nn.functional.one_hot(torch.tensor(head), 4)
+        change = (output(sink + moved)[0] - output(sink - moved)[0]).sum() / (2 * step)
+        assert dsink[head] == pytest.approx(change.item(), rel=1e-6)
+
+
+def test_a_sink_too_small_to_count_leaves_hidden_rows_alone():
+    """2^sink underflows to 0: as without a sink, and the gradient is 0, not 0 / 0."""
+    case = Case(batch=2, seqlen_q=8, seqlen_k=40, mask="padding_all")
+    x, policy = case.make(), get_policy("direct_p_fast")
+    problem = dataclasses.replace(case.problem, sink=True)
+    side = dataclasses.replace(x.side, sink=torch.full((4,), -200.0))
+    out, lse, saved = forward(x.q, x.k, x.v, side, problem, policy)
+    plain, plain_lse, _ = forward(x.q, x.k, x.v, x.side, case.problem, policy)
+    assert_bitwise(out, plain, name="out")
+    assert_bitwise(lse, plain_lse, name="lse")
+    *_, dsink = backward(
+        x.dout, None, Saved(out, lse, saved), (None, None, None), side, problem, policy
+    )
+    assert (dsink == 0).all()
+
+
+@pytest.mark.parametrize("name", ["direct_p_fast", "direct_p_accurate", "direct_p_guarded"])
+@pytest.mark.parametrize("exponent", [-66, 66])
+def test_small_and_large_v_scale_the_output(name, exponent):
+    """A power of two on V is the same power of two on the output: near 1e-20 and 1e20 too."""
+    case = Case(batch=1, seqlen_q=40, seqlen_k=150, head_dim=32)
+    x, policy = case.make(), get_policy(name)
+    plain = forward(x.q, x.k, x.v, x.side, case.problem, policy)[0]
+    scaled = forward(x.q, x.k, x.v * 2.0**exponent, x.side, case.problem, policy)[0]
+    assert_close(scaled, plain * 2.0**exponent, limit=1e-6, name=name)

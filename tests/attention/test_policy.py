@@ -1,6 +1,7 @@
 """Policies: spelling, contradictions refused by name, one name for one set of numbers."""
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -80,6 +81,8 @@ def test_operand_errors_name_field_value_and_allowed(spelling, message):
         ({"q": "e4m3/tile"}, "scopes of this operand: tensor, head, row"),
         ({"q": "same"}, "only q_bwd, k_bwd and v_bwd"),
         ({"ds": "e4m3/head"}, "scopes: tile, unit"),
+        ({"ds": "mxfp4_rceil"}, "allowed formats: none, bf16, e4m3, e5m2"),
+        ({"ds": "nvfp4/tile"}, "allowed formats: none, bf16, e4m3, e5m2"),
         ({"tile_n": 100}, "multiple of 32"),
         ({"p_exponent": 9}, "from 0 to 8"),
         ({"name": "a b"}, "without spaces"),
@@ -90,6 +93,22 @@ def test_operand_errors_name_field_value_and_allowed(spelling, message):
 def test_contradictions_are_refused(change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         AttentionPolicy(**{**VALID, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slope": math.nan}, "direct_p.slope=nan: expected a finite number"),
+        ({"offset": "1"}, "direct_p.offset='1': expected a finite number"),
+        ({"samples": 0}, "direct_p.samples=0: expected an integer of 1 or more"),
+        ({"exact_every": -1}, "direct_p.exact_every=-1: expected an integer of 0 or more"),
+        ({"reference": "sample"}, "direct_p.reference='sample': allowed: zero, sampled"),
+        ({"headroom": 100, "floor": 27}, "their sum must not exceed 126"),
+    ],
+)
+def test_direct_p_names_the_field_out_of_range(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        DirectP(**{"slope": 1.5, "offset": 1.2, **change})
 
 
 def test_one_name_one_set_of_numbers():

@@ -47,3 +47,18 @@ def test_packed_reports_operands_only():
     metrics = probe(x.q, x.k, x.v, x.side, case.problem, get_policy("nvfp4_qk_fp8_pv"))
     assert "p_sqnr_db" not in metrics
     assert metrics["k_sqnr_db"] > 15
+
+
+def test_contents_of_padding_reach_no_figure():
+    case = Case(batch=2, seqlen_q=40, seqlen_k=100, mask="padding")
+    x = case.make()
+    mask = x.side.key_padding_mask.flip(0)
+    assert mask[0].any()
+    side = SideInputs(key_padding_mask=mask)
+    policy = get_policy("nvfp4_qk_fp8_pv")
+    clean = probe(x.q, x.k, x.v, side, case.problem, policy)
+    hidden = mask[..., None, None]
+    junk = [t.masked_fill(hidden, 1e6) for t in (x.k, x.v)]
+    zeros = [t.masked_fill(hidden, 0.0) for t in (x.k, x.v)]
+    assert probe(x.q, *junk, side, case.problem, policy) == clean
+    assert probe(x.q, *zeros, side, case.problem, policy) == clean

@@ -516,3 +516,24 @@ def test_autocast_does_not_change_the_reference(name):
         got = run(case, get_policy(name))
     for a, b in zip(got[:5], want[:5], strict=True):
         assert_bitwise(a, b, name=f"{name} under autocast")
+
+
+@pytest.mark.parametrize("name", ["exact", "nvfp4_qk_fp8_pv", "nvfp4_qk_fp8_pv-paper"])
+def test_a_sink_of_minus_infinity_is_no_sink(name):
+    case = Case(seqlen_q=40, seqlen_k=40, causal="top_left", mask="padding")
+    x, policy = case.make(), get_policy(name)
+    problem = dataclasses.replace(case.problem, sink=True)
+    side = dataclasses.replace(x.side, sink=torch.full((4,), -math.inf))
+    with_sink, without = (
+        forward(x.q, x.k, x.v, s, p, policy) for s, p in ((side, problem), (x.side, case.problem))
+    )
+    assert_bitwise(with_sink[0], without[0], name="out")
+    assert_bitwise(with_sink[1], without[1], name="lse")
+    inputs = tuple(
+        t if policy.saves_input(n) else None for n, t in (("q", x.q), ("k", x.k), ("v", x.v))
+    )
+    *gradients, dsink = backward(x.dout, None, Saved(*with_sink), inputs, side, problem, policy)
+    wanted = backward(x.dout, None, Saved(*without), inputs, x.side, case.problem, policy)
+    for got, want in zip(gradients, wanted[:3], strict=True):
+        assert_bitwise(got, want, name="gradient")
+    assert (dsink == 0).all()

@@ -213,6 +213,8 @@ def test_checkpoint_keys_are_those_of_megatron(softmax_type):
 
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     sharded = [m.sharded_state_dict("core.", (), metadata) for m in (ours, theirs)]
+    for incomplete in (None, {}, {"distrib_optim_sharding_type": "fully_reshardable"}):
+        assert ours.sharded_state_dict("core.", (), incomplete).keys() == sharded[0].keys()
     assert sharded[0].keys() == sharded[1].keys()
     for name in sharded[1]:
         a, b = (s[name] for s in sharded)

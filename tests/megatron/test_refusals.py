@@ -69,6 +69,21 @@ def test_unknown_names_are_refused_with_the_nearest(arguments, message):
         core(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ({"layers.0": "bf16"}, "layers={'layers.0': 'bf16'}: expected a list of"),
+        ("layers.0", "layers='layers.0': expected a list of"),
+        ([("layers.1", "bf16"), "bf16"], "layers.1='bf16': expected a pair"),
+        ([("bf16",)], r"layers.0=\('bf16',\): expected a pair"),
+        ([(0, "bf16")], r"layers.0=\(0, 'bf16'\): expected a pair"),
+    ],
+)
+def test_matchers_that_are_no_pairs_are_named(layers, message):
+    with pytest.raises(TypeError, match=message):
+        core(layers=layers)
+
+
 def test_unknown_softmax_type():
     config = tiny_config()
     config.softmax_type = "hard"

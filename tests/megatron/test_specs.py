@@ -171,6 +171,8 @@ def test_options_are_checked_when_the_spec_is_made(make):
         make(policy="bf17")
     with pytest.raises(ValueError, match="nearest is 'exact'"):
         make(layers=[("layers.0", "exacd")])
+    with pytest.raises(TypeError, match=r"layers=\{'layers.0': 'bf16'\}: expected a list of"):
+        make(layers={"layers.0": "bf16"})
     with pytest.raises(TypeError, match="polisy: allowed: policy, backend, layers"):
         make(polisy="bf16")
 

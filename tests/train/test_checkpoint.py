@@ -42,6 +42,25 @@ def test_unfinished_folders_are_ignored_and_removed(train, run_dir):
     assert newest_checkpoint(checkpoints).step == 4
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1]", "this version reads 1"),
+        ('{"schema": 2}', "schema=2: this version reads 1"),
+        (
+            '{"schema": 1, "step": 2, "recipe": {}}',
+            "recipe_digest, data_fingerprint missing: the file is damaged; remove",
+        ),
+    ],
+)
+def test_a_damaged_description_is_an_error_that_names_it(tmp_path, content, message):
+    folder = tmp_path / "iter_0000002"
+    folder.mkdir()
+    (folder / "checkpoint.json").write_text(content)
+    with pytest.raises(RecipeError, match=f"iter_0000002/checkpoint.json: .*{message}"):
+        newest_checkpoint(tmp_path)
+
+
 def test_latest_decides_and_its_absence_does_not_hurt(train, run_dir):
     train(steps=4, save_interval=2)
     checkpoints = run_dir / "checkpoints"

@@ -367,6 +367,10 @@ def test_policy_of_ones_own_without_base():
             {"base": "bf16", "direct_p": {"offset": 1.0}},
             "attention.policies.mine.direct_p.slope is missing",
         ),
+        (
+            {"base": "direct_p_accurate", "direct_p": {"samples": 0}},
+            "attention.policies.mine.direct_p.samples=0: expected an integer of 1 or more",
+        ),
         ({"base": "later"}, 'attention.policies.mine.base="later": unknown policy'),
         ("bf16", 'attention.policies.mine="bf16": expected a section with the fields q, k,'),
     ],

@@ -303,3 +303,23 @@ def test_parameter_count_is_that_of_megatron_s_model(build_megatron, extra):
     model = ModelSection(**MODEL, **extra)
     built = build_megatron(model)
     assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())
+
+
+def test_bf16_optimizer_state_needs_bf16_training_and_a_distributed_optimizer():
+    bf16 = {"state_dtype": "bf16", "distributed": True}
+    assert problems(optimizer=bf16, train={"precision": "fp32"}) == [
+        "optimizer.state_dtype=bf16: train.precision=fp32; allowed with bf16 only"
+    ]
+    with pytest.raises(RecipeError, match="set distributed=true"):
+        recipe_with(optimizer={"state_dtype": "bf16"})
+
+
+def test_bf16_optimizer_state_needs_transformer_engine(monkeypatch):
+    from fp4mega.train import model
+
+    recipe = recipe_with(optimizer={"state_dtype": "bf16", "distributed": True})
+    monkeypatch.setattr(model, "find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match="needs Transformer Engine, which is not installed"):
+        model.check_installed(recipe)
+    monkeypatch.setattr(model, "find_spec", lambda name: object())
+    model.check_installed(recipe)
