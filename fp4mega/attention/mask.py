@@ -9,22 +9,28 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fp4mega.attention.problem import AttentionProblem, SideInputs
+from fp4mega.attention.problem import AttentionProblem, Placement, SideInputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mask:
-    """The mask of one problem, evaluated a tile at a time. `lengths_q/k` are int [B] or None (all rows, all keys)."""
+    """The mask of one problem, evaluated a tile at a time. `lengths_q/k` are int [B] or None (all rows, all keys).
+
+    `rows` and `keys` place a part of a longer sequence on the whole one's diagonal; None is the whole from its start.
+    """
 
     problem: AttentionProblem
     side: SideInputs
     lengths_q: Tensor | None = None
     lengths_k: Tensor | None = None
+    rows: Placement | None = None
+    keys: Placement | None = None
 
     def tile(self, rows: Tensor, keys: Tensor) -> Tensor | None:
         """Masked-out positions for these query and key indices: bool, broadcastable to [B, H, rows, keys], or None."""
         problem, side = self.problem, self.side
-        i, j = rows[:, None], keys[None, :]
+        i = (rows if self.rows is None else self.rows.positions(rows.device)[rows])[:, None]
+        j = (keys if self.keys is None else self.keys.positions(keys.device)[keys])[None, :]
         terms: list[Tensor] = []
         left, right = problem.window
         if problem.causal != "none":
@@ -61,7 +67,10 @@ class Mask:
     def first_row(self, first_key: int) -> int:
         """First query that can see key `first_key` or a later one: what a causal loop may skip. Static, so a bound only."""
         if self.problem.causal == "top_left":
-            return min(first_key, self.problem.seqlen_q)
+            position = first_key if self.keys is None else self.keys.position(first_key)
+            if self.rows is not None:
+                return self.rows.before(position)
+            return min(position, self.problem.seqlen_q)
         if self.problem.causal == "bottom_right" and self.lengths_q is None:
             return min(
                 max(first_key - (self.problem.seqlen_k - self.problem.seqlen_q), 0),

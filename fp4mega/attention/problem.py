@@ -89,6 +89,32 @@ class AttentionProblem:
         return shape + window + "".join(f" {n}" for n in extras)
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which rows of a longer sequence a tensor holds: whole chunks of `length` rows, by their numbers, in rising order."""
+
+    length: int
+    chunks: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """How many rows the tensor holds."""
+        return self.length * len(self.chunks)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Position of every row in the whole sequence, int64 [rows], rising."""
+        starts = torch.tensor(self.chunks, device=device) * self.length
+        return (starts[:, None] + torch.arange(self.length, device=device)).flatten()
+
+    def position(self, row: int) -> int:
+        """Position of one row."""
+        return self.chunks[row // self.length] * self.length + row % self.length
+
+    def before(self, position: int) -> int:
+        """How many of the rows lie before this position of the whole sequence."""
+        return sum(min(max(position - c * self.length, 0), self.length) for c in self.chunks)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SideInputs:
     """Tensors beside q, k, v; each may be None.

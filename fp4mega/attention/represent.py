@@ -58,17 +58,32 @@ def rounding_bits(
     return counter_bits(key, x.shape, stream=STREAMS[name] + TILE_STREAM * tile, device=x.device)
 
 
-def encode_operand(name: str, operand: Operand, x: Tensor, key: Tensor | None) -> QTensor:
-    """Quantize a whole operand [B, rows, heads, dim] to bytes."""
+def encode_operand(
+    name: str, operand: Operand, x: Tensor, key: Tensor | None, *, amax: Tensor | None = None
+) -> QTensor:
+    """Quantize a whole operand [B, rows, heads, dim] to bytes. `amax` as `scope_amax` gives it, when x is a part."""
     axis, scale_dims = layout_of(name, operand)
     return quantize(
         x,
         get_format(operand.format),
         axis=axis,
         scale_dims=scale_dims,
+        amax=amax,
         rounding=operand.rounding,
         random_bits=rounding_bits(name, operand, x, key),
     )
+
+
+def scope_amax(name: str, operand: Operand, x: Tensor) -> Tensor | None:
+    """Largest magnitude of every scope of x that spans rows, x's dims kept; None when no scale of the operand does.
+
+    Infinite where x holds a value that is not finite, so that a maximum over several parts keeps it, and so NaN in the end.
+    """
+    _, scale_dims = layout_of(name, operand)
+    if not operand.quantized or scale_dims is None or 1 not in scale_dims:
+        return None
+    amax = x.detach().abs().amax(scale_dims, keepdim=True)
+    return amax.masked_fill(~amax.isfinite(), torch.inf)
 
 
 def operand_spec(
@@ -90,9 +105,15 @@ def decode_operand(
 
 
 def represent(
-    name: str, operand: Operand, x: Tensor, dtype: torch.dtype, key: Tensor | None = None
+    name: str,
+    operand: Operand,
+    x: Tensor,
+    dtype: torch.dtype,
+    key: Tensor | None = None,
+    *,
+    amax: Tensor | None = None,
 ) -> Tensor:
-    """The values that a product sees for operand x, in `dtype`, without making bytes of them."""
+    """The values that a product sees for operand x, in `dtype`, without making bytes of them; `amax` as in `encode_operand`."""
     if operand.format in ("none", "same"):
         return x.to(dtype)
     if operand.format == "bf16":
@@ -103,6 +124,7 @@ def represent(
         get_format(operand.format),
         axis=axis,
         scale_dims=scale_dims,
+        amax=amax,
         rounding=operand.rounding,
         random_bits=rounding_bits(name, operand, x, key),
     )

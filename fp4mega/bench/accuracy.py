@@ -127,11 +127,15 @@ def tables(*, device: str, forward_seqlen: int = 4096, gradient_seqlen: int = 10
     return "\n".join(lines)
 
 
-def write_between_markers(path: Path, text: str) -> None:
-    """Replace what stands between the markers of a document. Raises ValueError when they are not there."""
+def check_markers(path: Path) -> None:
+    """Raise ValueError when the document has no markers to write between, OSError when it cannot be read."""
     document = path.read_text()
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
+    if BEGIN not in document or END not in document.partition(BEGIN)[2]:
         raise ValueError(f"{path}: no '{BEGIN}' ... '{END}' to write between")
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+def write_between_markers(path: Path, text: str) -> None:
+    """Replace what stands between the markers of a document; raises as `check_markers`."""
+    check_markers(path)
+    before, _, rest = path.read_text().partition(BEGIN)
+    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")

@@ -13,6 +13,7 @@ from fp4mega.attention.policy import AttentionPolicy
 from fp4mega.attention.problem import AttentionProblem
 from fp4mega.kernels.contract import Backend
 from fp4mega.kernels.reference import ReferenceBackend
+from fp4mega.kernels.triton import TritonBackend
 
 logger = logging.getLogger(__name__)
 
@@ -20,17 +21,20 @@ AUTO = "auto"
 
 _FASTEST_FIRST: tuple[Backend, ...] = (ReferenceBackend(),)
 
+_BY_NAME_ONLY: tuple[Backend, ...] = (TritonBackend(),)
+"""Backends that `auto` does not take: their suite has yet to pass whole on the device they are for. See docs/kernels.md."""
+
 _logged: set[tuple[str, str]] = set()
 
 
 def list_backends() -> list[str]:
-    """Names of all backends, fastest first."""
-    return [backend.name for backend in _FASTEST_FIRST]
+    """Names of all backends: those that `auto` takes, fastest first, then those that run by name only."""
+    return [backend.name for backend in (*_FASTEST_FIRST, *_BY_NAME_ONLY)]
 
 
 def get_backend(name: str) -> Backend:
     """The backend of that name. Raises ValueError with the nearest name when there is none."""
-    for backend in _FASTEST_FIRST:
+    for backend in (*_FASTEST_FIRST, *_BY_NAME_ONLY):
         if backend.name == name:
             return backend
     allowed = [AUTO, *list_backends()]

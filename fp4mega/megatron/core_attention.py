@@ -32,18 +32,26 @@ from torch import Tensor
 
 from fp4mega.attention.layer_policies import resolve_layer_policy
 from fp4mega.attention.policy import AttentionPolicy, get_policy
-from fp4mega.megatron.masks import mask_arguments, packed_arguments, window_from_config
+from fp4mega.megatron.masks import (
+    context_parallel_arguments,
+    mask_arguments,
+    packed_arguments,
+    window_from_config,
+)
 from fp4mega.megatron.probing import probe_forward
 from fp4mega.megatron.rounding import RoundingKeys
 from fp4mega.megatron.support import (
     check_backend,
     check_config,
+    check_context_parallel,
     check_head_dims,
     check_policy,
 )
 from fp4mega.ops import attention_func
+from fp4mega.parallel import backend_of, context_parallel_attention
 
 DEFAULT_POLICY = "nvfp4_qk_fp8_pv"
+DEFAULT_EXCHANGE = "all_gather"
 
 LayerMatchers = Sequence[tuple[str, str | AttentionPolicy]]
 
@@ -51,7 +59,8 @@ LayerMatchers = Sequence[tuple[str, str | AttentionPolicy]]
 class Fp4CoreAttention(MegatronModule):
     """Drop-in `core_attention`, to be named in a layer spec as a class, `ModuleSpec(..., params=...)` or partial.
 
-    The first ten arguments are Megatron's own. `layer_number` is 1-based and counts over all pipeline stages.
+    The first ten arguments are Megatron's own. `layer_number` is 1-based and counts over all pipeline stages. `cp_comm_type`
+    is `all_gather` (also for None), `p2p` or `a2a`, as `fp4mega.parallel` describes them.
 
     Args:
         policy: name of the policy, or the policy itself, for layers that no matcher names.
@@ -98,6 +107,9 @@ class Fp4CoreAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.attention_type = attention_type
         self.tp_group = pg_collection.tp
+        self.cp_group = getattr(pg_collection, "cp", None)
+        self.cp_size = config.context_parallel_size
+        self.exchange: Any = cp_comm_type or DEFAULT_EXCHANGE
         self.num_heads = divide(config.num_attention_heads, self.tp_group.size())
         head_dim = config.kv_channels if k_channels is None else k_channels
         head_dim_v = config.kv_channels if v_channels is None else v_channels
@@ -114,17 +126,29 @@ class Fp4CoreAttention(MegatronModule):
         # Multi-latent attention builds its core twice, the first time without channels, and keeps the second.
         if k_channels is not None or not config.multi_latent_attention:
             check_head_dims(head_dim, head_dim_v)
+            num_kv_heads = (
+                self.num_heads
+                if config.multi_latent_attention
+                else divide(config.num_query_groups, self.tp_group.size())
+            )
             check_backend(
-                backend,
+                backend_of(self.exchange, backend) if self.cp_size > 1 else backend,
                 self.policy,
                 config,
                 num_heads=self.num_heads,
-                num_kv_heads=self.num_heads
-                if config.multi_latent_attention
-                else divide(config.num_query_groups, self.tp_group.size()),
+                num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
                 head_dim_v=head_dim_v,
             )
+            if self.cp_size > 1:
+                check_context_parallel(
+                    self.exchange,
+                    self.policy,
+                    backend,
+                    ranks=self.cp_size,
+                    num_heads=self.num_heads,
+                    num_kv_heads=num_kv_heads,
+                )
         self.backend = backend
         self.rounding = self._rounding_keys(rounding_seed)
         self._make_sink()
@@ -196,6 +220,11 @@ class Fp4CoreAttention(MegatronModule):
                 layout = "[t, heads, channels]" if packed else "[s, b, heads, channels]"
                 raise ValueError(f"{name}.shape={tuple(x.shape)}: expected {layout}")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        if self.cp_size > 1:
+            arguments = context_parallel_arguments(
+                mask_type, attention_mask, packed_seq_params, self.window
+            )
+            return self._over_ranks(query, key, value, arguments)
         if packed_seq_params is not None:
             arguments = packed_arguments(packed_seq_params, mask_type, attention_mask, self.window)
             q, k, v = (x.unsqueeze(0) for x in (query, key, value))
@@ -222,6 +251,23 @@ class Fp4CoreAttention(MegatronModule):
             return out_BSHD[0].flatten(-2)
         return out_BSHD.transpose(0, 1).flatten(-2)
 
+    def _over_ranks(
+        self, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]
+    ) -> Tensor:
+        """As `forward`, each rank of the context-parallel group with its two chunks of the sequence."""
+        group = self.cp_group or parallel_state.get_context_parallel_group()
+        out_BSHD, _ = context_parallel_attention(
+            *(x.transpose(0, 1) for x in (query, key, value)),
+            group=group,
+            exchange=self.exchange,
+            policy=self.policy,
+            softmax_scale=self.softmax_scale,
+            sink=self.softmax_offset,
+            backend=self.backend,
+            **arguments,
+        )
+        return out_BSHD.transpose(0, 1).flatten(-2)
+
     def _rounding_key(self, device: torch.device) -> Tensor | None:
         if self.rounding is None:
             return None
@@ -230,7 +276,12 @@ class Fp4CoreAttention(MegatronModule):
         )
 
     def request_probe(self) -> None:
-        """Measure the next training forward into `last_probe`."""
+        """Measure the next training forward into `last_probe`. Raises NotImplementedError under context parallelism."""
+        if self.cp_size > 1:
+            raise NotImplementedError(
+                f"probe with context_parallel_size={self.cp_size}: it looks at whole rows of P, of which a rank has no keys; "
+                "allowed: 1"
+            )
         self._probe_armed = True
 
     def sharded_state_dict(
@@ -254,11 +305,12 @@ class Fp4CoreAttention(MegatronModule):
         return f"layer={self.layer_number}, policy={self.policy.name}, backend={self.backend}"
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process group cannot be pickled; without one, a sharded state dict takes Megatron's default group.
-        return {**self.__dict__, "tp_group": None}
+        # A process group cannot be pickled; without one, Megatron's default group is taken.
+        return {**self.__dict__, "tp_group": None, "cp_group": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Fp4CoreAttention":
-        memo[id(self.tp_group)] = self.tp_group
+        for group in (self.tp_group, self.cp_group):
+            memo[id(group)] = group
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})

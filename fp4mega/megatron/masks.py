@@ -11,7 +11,7 @@
 | arbitrary            | refused                | the mask alone                                            |
 
 A window of the configuration narrows all of these. Packed sequences (`thd`) take causal or nothing from the mask
-type and the rest from their cumulative lengths.
+type and the rest from their cumulative lengths. Under context parallelism neither they nor masks are taken.
 """
 
 from typing import Any
@@ -93,6 +93,27 @@ def _mask_tensor(mask: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> dict
     return {"attention_mask": mask.expand(-1, -1, seqlen_q, -1)}
 
 
+def context_parallel_arguments(
+    mask_type: AttnMaskType,
+    attention_mask: Tensor | tuple[Tensor, Tensor] | None,
+    packed: PackedSeqParams | None,
+    window: Window | None,
+) -> dict[str, Any]:
+    """`causal` and `window` of `context_parallel_attention`: both are about the whole sequence, of which a rank holds two chunks."""
+    if packed is not None:
+        raise NotImplementedError(
+            "packed_seq_params under context parallelism: every packed sequence would be cut into chunks and have scales of its "
+            "own over the ranks, which is not written; allowed: None"
+        )
+    given = attention_mask is not None and mask_type != AttnMaskType.no_mask
+    if mask_type == AttnMaskType.arbitrary or given:
+        raise NotImplementedError(
+            f"attn_mask_type={mask_type.name} with attention_mask={'a tensor' if given else 'None'} under context parallelism: "
+            "ranks exchange keys, not masks; allowed: causal or no mask, with attention_mask=None"
+        )
+    return {"causal": _CAUSAL[mask_type] != "none", "window": window}
+
+
 def packed_arguments(
     packed: PackedSeqParams,
     mask_type: AttnMaskType,
@@ -106,8 +127,8 @@ def packed_arguments(
         )
     if packed.cp_group is not None or (packed.local_cp_size or 1) > 1:
         raise NotImplementedError(
-            f"packed_seq_params.local_cp_size={packed.local_cp_size} with a context-parallel group: "
-            "Fp4CoreAttention does not run under context parallelism yet"
+            f"packed_seq_params.local_cp_size={packed.local_cp_size} with a context-parallel group of its own: packed "
+            "sequences are not cut over ranks; allowed: None"
         )
     if mask_type == AttnMaskType.arbitrary or attention_mask is not None:
         raise NotImplementedError(

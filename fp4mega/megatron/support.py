@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from fp4mega.attention.policy import DIVERGENT_PV_REASON, AttentionPolicy
 from fp4mega.attention.problem import MAX_HEAD_DIM, AttentionProblem
 from fp4mega.kernels import select_backend
+from fp4mega.parallel import explain_exchange
 
 ATTENTION_TYPES = ("self", "cross")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -34,11 +35,15 @@ def check_config(
             f"softmax_type={config.softmax_type!r}: allowed: {', '.join(SOFTMAX_TYPES)}"
         )
     cp_group = getattr(pg_collection, "cp", None)
-    cp_size = max(config.context_parallel_size, 1 if cp_group is None else cp_group.size())
-    if cp_size > 1:
+    cp_size = 1 if cp_group is None else cp_group.size()
+    if cp_size != config.context_parallel_size:
+        raise ValueError(
+            f"context_parallel_size={config.context_parallel_size}: the context-parallel group of this layer has {cp_size} ranks"
+        )
+    if cp_size > 1 and attention_type == "cross":
         raise NotImplementedError(
-            f"context_parallel_size={cp_size}: Fp4CoreAttention does not run under context parallelism yet; "
-            "allowed: 1"
+            f"attention_type='cross' with context_parallel_size={cp_size}: queries and keys are not chunks of one sequence; "
+            "allowed: self"
         )
     dropout = config.attention_dropout if attention_dropout is None else attention_dropout
     if dropout:
@@ -83,6 +88,28 @@ def check_policy(policy: AttentionPolicy, *, allow_divergent_pv: bool) -> None:
         raise ValueError(
             f"policy={policy.name!r} with allow_divergent_pv=False and {world_size} processes: {DIVERGENT_PV_REASON}"
         )
+
+
+def check_context_parallel(
+    exchange: str,
+    policy: AttentionPolicy,
+    backend: str,
+    *,
+    ranks: int,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Raise NotImplementedError when the ranks cannot exchange keys this way; what depends on lengths is said by the first forward."""
+    reason = explain_exchange(
+        exchange,
+        policy,
+        ranks=ranks,
+        backend=backend,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+    )
+    if reason is not None:
+        raise NotImplementedError(f"context_parallel_size={ranks}: {reason}")
 
 
 def check_backend(

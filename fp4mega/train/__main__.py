@@ -28,13 +28,29 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="check the recipe, print a summary, and stop"
     )
     parser.add_argument(
-        "--world-size", type=int, default=1, help="processes that --dry-run assumes (default 1)"
+        "--plan",
+        action="store_true",
+        help="print memory and messages of every process of a job of --world-size, and stop",
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        default=1,
+        help="processes that --dry-run and --plan assume (default 1)",
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=4, help="GPUs of one machine, for --plan (default 4)"
+    )
+    parser.add_argument(
+        "--gpus-per-domain",
+        type=int,
+        help="GPUs that NVLink joins, for --plan (default: those of a node; 72 in an NVL72 rack)",
     )
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
         default="cuda",
-        help="device that --dry-run assumes (default cuda)",
+        help="device that --dry-run and --plan assume (default cuda)",
     )
     return parser
 
@@ -50,6 +66,22 @@ def _check_only(options: argparse.Namespace) -> int:
     if options.dry_run:
         validate(recipe, options.world_size, options.device)
         sys.stdout.write(f"{describe(recipe, options.world_size)}\n")
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    """--plan: Megatron on the meta device."""
+    from fp4mega.train import load_recipe
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    # Of Megatron and torch, about each other and what is not installed.
+    warnings.filterwarnings("ignore")
+    from fp4mega.train.plan import make_plan
+    from fp4mega.train.plan_table import Machines, format_plan
+
+    machines = Machines(options.gpus_per_node, options.gpus_per_domain or options.gpus_per_node)
+    plan = make_plan(recipe, options.world_size, options.device)
+    sys.stdout.write(f"{format_plan(plan, machines)}\n")
     return 0
 
 
@@ -77,7 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     options = _parser().parse_intermixed_args(arguments)
     try:
-        return _check_only(options) if options.print or options.dry_run else _train(options)
+        if options.print or options.dry_run:
+            return _check_only(options)
+        return _plan(options) if options.plan else _train(options)
     except RecipeError as error:
         return _fail(2, error)
     except KeyboardInterrupt:

@@ -5,8 +5,9 @@ import torch
 from fp4mega.attention.policy import get_policy
 from fp4mega.attention.problem import AttentionProblem
 from fp4mega.kernels import select_backend
+from fp4mega.parallel import backend_of
 from fp4mega.train.recipe import Recipe, RecipeError
-from fp4mega.train.validate import layer_policies
+from fp4mega.train.validate import EXCHANGE, layer_policies
 
 
 def attention_problem(recipe: Recipe, layer: int) -> AttentionProblem:
@@ -31,6 +32,12 @@ def attention_problem(recipe: Recipe, layer: int) -> AttentionProblem:
     )
 
 
+def asked_backend(recipe: Recipe) -> str:
+    """`attention.backend`, or what `auto` is where context-parallel processes exchange bytes."""
+    asked = recipe.attention.backend
+    return backend_of(EXCHANGE, asked) if recipe.parallel.context > 1 else asked
+
+
 def layer_backends(recipe: Recipe, device: torch.device) -> list[dict[str, int | str]]:
     """Layer (from 0), policy and backend of every layer, as the manifest records them.
 
@@ -40,7 +47,7 @@ def layer_backends(recipe: Recipe, device: torch.device) -> list[dict[str, int |
     for layer, policy in enumerate(layer_policies(recipe)):
         try:
             backend = select_backend(
-                recipe.attention.backend,
+                asked_backend(recipe),
                 attention_problem(recipe, layer),
                 get_policy(policy),
                 device,

@@ -21,6 +21,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from fp4mega.train.model import Training
+from fp4mega.train.optimizer_state import allocate_state, load_state
 from fp4mega.train.recipe import Recipe, RecipeError
 from fp4mega.train.schema import show
 
@@ -36,7 +37,6 @@ _MAY_CHANGE = (
     "attention.allow_divergent_pv",
     "parallel.",
     "optimizer.decay_steps",
-    "optimizer.distributed",
     "data.prepare",
     "train.steps",
     "train.micro_batch_size",
@@ -46,6 +46,7 @@ _MAY_CHANGE = (
     "train.keep_checkpoints",
     "train.recompute",
     "train.resume",
+    "train.timeout_minutes",
     "tracking.",
 )
 
@@ -123,6 +124,11 @@ def check_resumable(place: Path, trained: Mapping[str, Any], recipe: Recipe) -> 
         name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)
     ]
     refused = [name for name in different if not name.startswith(_MAY_CHANGE)]
+    # Megatron gives experts that are spread over processes an optimizer of their own, and reads a state that is not
+    # sharded back into as many optimizers as wrote it.
+    spread = {section.get("parallel.expert", 1) > 1 for section in (before, now)}
+    if len(spread) == 2 and not recipe.optimizer.distributed:
+        refused.append("parallel.expert")
     if refused:
         lines = [
             f"{name}={show(now.get(name))}: {place} was trained with {show(before.get(name))}"
@@ -147,20 +153,6 @@ def check_data(checkpoint: Checkpoint, recipe: Recipe, fingerprint: str) -> None
         raise RecipeError(
             f"data: its fingerprint is {fingerprint[:12]}, that of {checkpoint.path} is {checkpoint.data_fingerprint[:12]}; "
             "the token files were rewritten since. Restore them, or start anew under another `name`"
-        )
-
-
-def check_savable(recipe: Recipe, have_transformer_engine: bool) -> None:
-    """Raise RecipeError where a checkpoint could be written but not resumed from."""
-    if (
-        recipe.optimizer.distributed
-        and recipe.train.save_interval is not None
-        and not have_transformer_engine
-    ):
-        raise RecipeError(
-            f"optimizer.distributed=true with train.save_interval={recipe.train.save_interval}: without Transformer Engine "
-            "Megatron's distributed optimizer does not come back from a checkpoint as it went in (all parameters share one step "
-            "count). Install Transformer Engine, or set optimizer.distributed=false, or train.save_interval=null"
         )
 
 
@@ -358,6 +350,7 @@ def load_checkpoint(checkpoint: Checkpoint, training: Training, recipe: Recipe) 
         before[name] == getattr(recipe.parallel, name) for name in ("tensor", "pipeline")
     )
     try:
+        allocate_state(training.optimizer)
         with torch.no_grad():
             state = dist_checkpointing.load(
                 _sharded_state(training, loading=True, with_rng=same_layout),
@@ -366,7 +359,7 @@ def load_checkpoint(checkpoint: Checkpoint, training: Training, recipe: Recipe) 
             )
             for i, chunk in enumerate(training.chunks):
                 _unwrapped(chunk).load_state_dict(state[f"model{i}"], strict=True)
-            training.optimizer.load_state_dict(state["optimizer"])
+            load_state(training.optimizer, state["optimizer"])
             training.scheduler.load_state_dict(state["scheduler"])
             if same_layout:
                 _set_rng_state(state["rng"])

@@ -4,6 +4,7 @@ import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -38,13 +39,21 @@ class Launch:
 def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     """Read torchrun's variables and choose the device: a GPU for each local process where there are GPUs, else the CPU.
 
-    Raises RecipeError when only some of the variables are set, or when a machine has fewer GPUs than local processes.
+    Raises RecipeError when only some of the variables are set, when a machine has fewer GPUs than local processes, or when
+    torchrun would restart processes that cannot find each other again.
     """
     given = [name for name in _TORCHRUN if environment.get(name)]
     if given and len(given) < len(_TORCHRUN):
         missing = ", ".join(name for name in _TORCHRUN if name not in given)
         raise RecipeError(
             f"environment: {', '.join(given)} set, {missing} not; start with torchrun, or with none of them set"
+        )
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (
+        restarts := int(environment.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+    ):
+        raise RecipeError(
+            f"--max-restarts={restarts}: torchrun keeps its store over a restart, and the new processes would wait for "
+            "addresses of the old ones; start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
         )
     rank, world_size, local_rank, local_world_size = (
         (int(environment[n]) for n in _TORCHRUN[:4]) if given else (0, 1, 0, 1)
@@ -70,25 +79,36 @@ def choose_threads(launch: Launch, environment: Mapping[str, str] = os.environ) 
     return torch.get_num_threads()
 
 
-def start_process_groups(launch: Launch, parallel: ParallelSection) -> None:
-    """The default process group (gloo on the CPU, nccl on GPUs) and Megatron's groups over it."""
-    from megatron.core import parallel_state
+def start_process_groups(
+    launch: Launch, parallel: ParallelSection, *, timeout_minutes: float = 10.0
+) -> None:
+    """The default process group (gloo on the CPU, nccl on GPUs) and Megatron's groups over it.
 
+    A process that waits for another longer than the timeout fails.
+    """
     if launch.device.type == "cuda":
         torch.cuda.set_device(launch.device)
     backend = "gloo" if launch.device.type == "cpu" else "nccl"
     if launch.under_torchrun:
-        torch.distributed.init_process_group(backend)
+        torch.distributed.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
     else:  # no port and no address for a process that talks to itself
         torch.distributed.init_process_group(
             backend, store=torch.distributed.HashStore(), rank=0, world_size=1
         )
+    start_model_parallel(parallel, timeout_minutes=timeout_minutes)
+
+
+def start_model_parallel(parallel: ParallelSection, *, timeout_minutes: float = 10.0) -> None:
+    """Megatron's groups over the default process group."""
+    from megatron.core import parallel_state
+
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
+        distributed_timeout_minutes=timeout_minutes,
     )
 
 

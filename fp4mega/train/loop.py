@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from fp4mega.megatron import adapted_to_cpu, arm_probes, set_rounding_step
-from fp4mega.megatron.spec_provider import HAVE_TRANSFORMER_ENGINE
 from fp4mega.tracking import Tracker, WandbSettings, build_manifest
 from fp4mega.train.backends import layer_backends
 from fp4mega.train.checkpoint import (
     check_data,
-    check_savable,
     load_checkpoint,
     newest_checkpoint,
     save_checkpoint,
@@ -34,6 +32,7 @@ from fp4mega.train.launch import (
     start_process_groups,
     stop_process_groups,
 )
+from fp4mega.train.lost_ranks import describe_lost_ranks
 from fp4mega.train.model import build_training, check_installed, initial_fingerprint
 from fp4mega.train.probes import gather_probes
 from fp4mega.train.recipe import Recipe, RecipeError
@@ -58,7 +57,6 @@ def run(recipe: Recipe, launch: Launch) -> int:
     try:
         validate(recipe, launch.world_size, launch.device.type)
         check_installed(recipe)
-        check_savable(recipe, HAVE_TRANSFORMER_ENGINE)
         layers = layer_backends(recipe, launch.device)
         start = find_start(recipe)
         if launch.is_first and not start.finished:
@@ -73,7 +71,7 @@ def run(recipe: Recipe, launch: Launch) -> int:
         )
         return 0
     with adapted_to_cpu() if launch.device.type == "cpu" else nullcontext():
-        start_process_groups(launch, recipe.parallel)
+        start_process_groups(launch, recipe.parallel, timeout_minutes=recipe.train.timeout_minutes)
         code = None
         try:
             code = _Run(recipe, launch, start, layers).train()
@@ -127,7 +125,7 @@ class _Run:
         ) as self.console:
             self._greet()
             with self._open_tracker(), StopRequest() as request:
-                stop = self._loop(request)
+                stop = self._loop_or_name_lost_ranks(request)
                 if stop and self.tracker is not None:
                     self.tracker.close("terminated", reason=signal.Signals(stop).name)
             ending = (
@@ -175,6 +173,15 @@ class _Run:
             resume_step=None if self.start.checkpoint is None else self.start.step,
         )
         return self.tracker
+
+    def _loop_or_name_lost_ranks(self, request: StopRequest) -> int:
+        try:
+            return self._loop(request)
+        except RuntimeError as error:
+            lost = describe_lost_ranks(error, self.launch, give_up=lambda: bool(request.signal))
+            if lost is None:
+                raise
+            raise TrainingError(f"{lost}; {self._good_checkpoint()}") from error
 
     def _loop(self, request: StopRequest) -> int:
         """Update until the recipe's steps are made; returns the signal that stopped it early, or 0."""

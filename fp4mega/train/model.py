@@ -90,8 +90,13 @@ def transformer_config(recipe: Recipe, device: torch.device) -> Any:
     )
 
 
-def build_model(recipe: Recipe, config: Any, device: torch.device) -> list[Any]:
-    """One GPTModel for each virtual pipeline stage of this process, wrapped for its precision and for data parallelism."""
+def build_model(
+    recipe: Recipe, config: Any, device: torch.device, *, overlap: bool | None = None
+) -> list[Any]:
+    """One GPTModel for each virtual pipeline stage of this process, wrapped for its precision and for data parallelism.
+
+    `overlap`: reduce gradients, and with a distributed optimizer gather parameters, while computing; None: on a GPU.
+    """
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
@@ -99,6 +104,7 @@ def build_model(recipe: Recipe, config: Any, device: torch.device) -> list[Any]:
 
     from fp4mega.megatron import gpt_block_spec
 
+    overlap = device.type == "cuda" if overlap is None else overlap
     attention = recipe.attention
     stages: list[int | None] = (
         [None]
@@ -107,8 +113,8 @@ def build_model(recipe: Recipe, config: Any, device: torch.device) -> list[Any]:
     )
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=recipe.optimizer.state_dtype == "fp32",
-        overlap_grad_reduce=device.type == "cuda",
-        overlap_param_gather=device.type == "cuda" and recipe.optimizer.distributed,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and recipe.optimizer.distributed,
         use_distributed_optimizer=recipe.optimizer.distributed,
     )
     chunks = []
@@ -214,12 +220,14 @@ def build_optimizer(recipe: Recipe, chunks: list[Any]) -> tuple[Any, Any]:
     return optimizer, scheduler
 
 
-def build_training(recipe: Recipe, device: torch.device) -> Training:
-    """Model, optimizer and schedule of this process. Needs process groups and seeds."""
+def build_training(
+    recipe: Recipe, device: torch.device, *, overlap: bool | None = None
+) -> Training:
+    """Model, optimizer and schedule of this process. Needs process groups and seeds; `overlap` as in `build_model`."""
     from megatron.core.distributed import finalize_model_grads
 
     config = transformer_config(recipe, device)
-    chunks = build_model(recipe, config, device)
+    chunks = build_model(recipe, config, device, overlap=overlap)
     optimizer, scheduler = build_optimizer(recipe, chunks)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss

@@ -492,6 +492,10 @@ class TrainSection(Section):
         default=True,
         description="Start from the newest good checkpoint in the run's folder, if any",
     )
+    timeout_minutes: Positive = Field(
+        default=10.0,
+        description="A process that waits this long for another, at the start or in a collective, ends the run",
+    )
 
 
 class WandbSection(Section):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4mega.parallel.zigzag import to_ranks
 from fp4mega.train.data.datasets import Batches
 from fp4mega.train.model import Training
 from fp4mega.train.recipe import Recipe
@@ -33,6 +34,17 @@ def _loss_sum(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor
     return total, count.to(torch.int), torch.stack([total.detach(), count]).double()
 
 
+def _rows_of_this_rank(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The chunks of the sequence that this context-parallel rank holds, of [micro_batch_size, seq_length] tensors."""
+    from megatron.core import parallel_state
+
+    ranks = parallel_state.get_context_parallel_world_size()
+    if ranks == 1:
+        return batch
+    rank = parallel_state.get_context_parallel_rank()
+    return {name: to_ranks(x, ranks)[rank] for name, x in batch.items()}
+
+
 def _forward(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
     batch = next(iterator)
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
@@ -55,7 +67,7 @@ def _run(
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    micro_batches = batches.load(batch, device)
+    micro_batches = [_rows_of_this_rank(loaded) for loaded in batches.load(batch, device)]
     reports = get_forward_backward_func()(
         forward_step_func=_forward,
         data_iterator=[iter(micro_batches) for _ in training.chunks],

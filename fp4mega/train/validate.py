@@ -7,10 +7,13 @@ import torch
 from fp4mega.attention.layer_policies import resolve_layer_policies
 from fp4mega.attention.policy import DIVERGENT_PV_REASON, AttentionPolicy, get_policy
 from fp4mega.kernels.registry import AUTO, get_backend, list_backends
+from fp4mega.parallel import explain_exchange
 from fp4mega.train.recipe import BYTE_VOCAB_SIZE, ModelSection, Recipe
 from fp4mega.train.schema import RecipeError, show
 
 DEVICE_TYPES = ("cpu", "cuda")
+EXCHANGE = "all_gather"
+"""How context-parallel processes of a recipe meet each other's keys (Megatron's `cp_comm_type`)."""
 
 
 def validate(
@@ -82,15 +85,16 @@ def _parallel_problems(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
     if parallel.sequence and tensor == 1:
         yield "parallel.sequence=true: needs parallel.tensor > 1; allowed with tensor=1: false"
-    if parallel.sequence and recipe.train.seq_length % tensor:
+    if parallel.sequence and recipe.train.seq_length // parallel.context % tensor:
+        share = f" / parallel.context={parallel.context}" if parallel.context > 1 else ""
         yield (
-            f"train.seq_length={recipe.train.seq_length}: with parallel.sequence it must be divisible by "
+            f"train.seq_length={recipe.train.seq_length}{share}: with parallel.sequence it must be divisible by "
             f"parallel.tensor={tensor}"
         )
-    if parallel.context > 1:
+    if parallel.context > 1 and recipe.tracking.probe_interval is not None:
         yield (
-            f"parallel.context={parallel.context}: the attention module holds the whole sequence in one process and "
-            "does not yet exchange keys and values between context-parallel processes; allowed: 1"
+            f"tracking.probe_interval={recipe.tracking.probe_interval}: probes look at whole rows of P, of which a "
+            f"process has no keys under parallel.context={parallel.context}; allowed: null"
         )
     yield from _expert_problems(recipe, world_size)
 
@@ -177,6 +181,7 @@ def _attention_problems(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield from _divergence_problems(
             policy, _place(recipe, name), attention.allow_divergent_pv, world_size
         )
+        yield from _exchange_problems(recipe, policy, _place(recipe, name))
 
 
 def _policy(recipe: Recipe, name: str) -> AttentionPolicy:
@@ -205,14 +210,30 @@ def _divergence_problems(
         yield f"{place} with world_size={world_size}: {DIVERGENT_PV_REASON}"
 
 
+def _exchange_problems(recipe: Recipe, policy: AttentionPolicy, place: str) -> Iterator[str]:
+    """Why context-parallel processes cannot exchange what this policy needs."""
+    context = recipe.parallel.context
+    if context == 1:
+        return
+    reason = explain_exchange(
+        EXCHANGE,
+        policy,
+        ranks=context,
+        backend=recipe.attention.backend,
+        seqlen=recipe.train.seq_length,
+    )
+    if reason is not None:
+        yield f"{place} with parallel.context={context}: {reason}"
+
+
 def _backend_problems(recipe: Recipe, device_type: str) -> Iterator[str]:
     """Why none of the backends can run a policy; nothing for a GPU that this machine lacks, which cannot be asked."""
     # What attention is asked needs `layer_policies` above for the policies that it is asked with.
-    from fp4mega.train.backends import attention_problem
+    from fp4mega.train.backends import asked_backend, attention_problem
 
     if device_type == "cuda" and not torch.cuda.is_available():
         return
-    asked, device = recipe.attention.backend, torch.device(device_type)
+    asked, device = asked_backend(recipe), torch.device(device_type)
     backends = [get_backend(name) for name in (list_backends() if asked == AUTO else [asked])]
     for layer, name in enumerate(layer_policies(recipe)):
         problem = attention_problem(recipe, layer)

@@ -177,20 +177,20 @@ def test_rows_of_score_gradient_sum_to_zero_under_represented_and_centered(name,
 
 def row_sums(x, case, policy, saved):
     """rowsum(dS) and rowsum |P dP| (what cancels in it), by watching dS on its way to its representation."""
-    from fp4mega.attention import reference
+    from fp4mega.attention import tiles
 
     seen = []
-    original = reference.represent_score_gradient
+    original = tiles.represent_score_gradient
 
     def spy(operand, ds, tile_m, key, *, tile):
         seen.append(ds)
         return original(operand, ds, tile_m, key, tile=tile)
 
-    reference.represent_score_gradient = spy
+    tiles.represent_score_gradient = spy
     try:
         backward(x.dout, None, saved, (x.q, x.k, x.v), x.side, case.problem, policy)
     finally:
-        reference.represent_score_gradient = original
+        tiles.represent_score_gradient = original
     sums = sum(ds.sum(-1) for ds in seen)
     v = x.v.abs().amax(dim=(0, 1, 2))
     mass = (x.dout.abs() * v).sum(-1).transpose(1, 2).view_as(sums)
@@ -493,6 +493,8 @@ def test_inputs_are_not_written_to():
     for name in list_policies():
         case = Case(seqlen_q=33, seqlen_k=65)
         x, before = case.make(), case.make()
+        # Other tests may have registered policies that round stochastically.
+        x = x._replace(side=dataclasses.replace(x.side, rounding_key=torch.tensor(11)))
         run_inputs = (x.q, x.k, x.v, x.dout)
         out, lse, saved = forward(x.q, x.k, x.v, x.side, case.problem, get_policy(name))
         backward(

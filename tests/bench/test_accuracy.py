@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fp4mega.attention.policy import _BUILT_IN as BUILT_IN
+from fp4mega.bench.__main__ import main
 from fp4mega.bench.accuracy import (
     BEGIN,
     END,
@@ -72,3 +73,14 @@ def test_writing_needs_markers(tmp_path):
     with pytest.raises(ValueError, match=re.escape(f"no '{BEGIN}'")):
         write_between_markers(path, "new")
     assert path.read_text() == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--device", "nowhere"], "nowhere"), (["--write", "nowhere.md"], "nowhere.md")],
+)
+def test_bad_arguments_are_refused_before_any_work(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["accuracy", *arguments])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.usefixtures("megatron")
     ("setting", "message"),
     [
         ({"attention_dropout": 0.1}, r"attention_dropout=0.1: .*set attention_dropout=0.0"),
-        ({"context_parallel_size": 2}, r"context_parallel_size=2: .*context parallelism yet"),
         ({"qk_clip": True}, r"qk_clip=True: the largest attention logit"),
         ({"log_max_attention_logit": True}, r"log_max_attention_logit=True: the largest"),
         ({"fp8_dot_product_attention": True}, r"fp8_dot_product_attention=True .*policy names"),
@@ -38,9 +37,9 @@ def test_refused_at_construction(setting, message):
         core(config)
 
 
-def test_a_context_parallel_group_is_refused_whatever_the_configuration_says():
+def test_a_context_parallel_group_of_another_size_than_the_configuration_says():
     groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=SimpleNamespace(size=lambda: 4))
-    with pytest.raises(NotImplementedError, match="context_parallel_size=4"):
+    with pytest.raises(ValueError, match="context_parallel_size=1: .* group of this layer has 4"):
         core(pg_collection=groups)
 
 

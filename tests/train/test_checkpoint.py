@@ -12,7 +12,6 @@ from run_harness import events
 from fp4mega.train import checkpoint
 from fp4mega.train.checkpoint import (
     CheckpointError,
-    check_savable,
     list_checkpoints,
     newest_checkpoint,
 )
@@ -196,16 +195,3 @@ def test_random_generators_come_back(train, monkeypatch):
     train(steps=4, save_interval=2)
     assert len(drawn) == 2
     assert drawn[0] == drawn[1]
-
-
-def test_a_distributed_optimizer_is_saved_with_transformer_engine_only(content):
-    content["optimizer"]["distributed"] = True
-    content["train"]["save_interval"] = 2
-    check_savable(Recipe.parse(content), have_transformer_engine=True)
-    with pytest.raises(
-        RecipeError,
-        match=r"optimizer.distributed=true with train.save_interval=2: without Transformer",
-    ):
-        check_savable(Recipe.parse(content), have_transformer_engine=False)
-    content["train"]["save_interval"] = None
-    check_savable(Recipe.parse(content), have_transformer_engine=False)

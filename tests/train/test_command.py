@@ -48,11 +48,11 @@ def test_dry_run_checks_for_other_machines(recipe_file, capsys):
         (["attention.policy=nvfp4"], 'attention.policy="nvfp4": unknown policy'),
         (["attention.backend=tritan"], "attention.backend='tritan'"),
         (["parallel.tensor=2"], "world_size=1: must be a multiple of parallel.tensor"),
-        (["parallel.context=2"], "parallel.context=2"),
+        (["parallel.context=2"], "world_size=1: must be a multiple of parallel.tensor"),
         (["data.train=[nowhere]"], "nowhere.idx: no such file"),
         (["model.vocab_size=200"], "model.vocab_size=200"),
         (["data.tokenizer={kind: huggingface, path: none.json}"], "none.json is not a file"),
-        (["optimizer.distributed=true", "train.save_interval=1"], "optimizer.distributed=true"),
+        (["optimizer.state_dtype=bf16"], "set distributed=true"),
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(recipe_file, capsys, overrides, message):

@@ -33,6 +33,14 @@ def test_half_of_torchruns_variables_is_an_error():
         find_launch({"RANK": "0"})
 
 
+def test_restarts_over_a_store_of_dead_addresses_are_refused():
+    kept = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    with pytest.raises(RecipeError, match="--max-restarts=3: torchrun keeps its store over a"):
+        find_launch(kept)
+    assert find_launch({**kept, "TORCHELASTIC_MAX_RESTARTS": "0"}).world_size == 4
+    assert find_launch({**kept, "TORCHELASTIC_USE_AGENT_STORE": "False"}).world_size == 4
+
+
 def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -26,8 +26,8 @@ def world_size_in(path):
 
 
 def test_the_promised_recipes_are_there():
-    assert {p.stem for p in BASES} == {"tiny", "125m", "350m", "1b", "llama3_8b"}
-    machines = ("tiny", "8b_1gpu_gb200", "8b_1gpu_h200", "8b_64gpu_gb200")
+    assert {p.stem for p in BASES} == {"tiny", "125m", "350m", "1b", "llama3_8b", "llama3_70b"}
+    machines = ("tiny", "8b_1gpu_gb200", "8b_1gpu_h200", "8b_64gpu_gb200", "8b_128k_8gpu_gb200")
     policies = ("nvfp4_qk_fp8_pv", "bf16")
     assert {p.stem for p in RUNS} == {
         f"{machine}_{policy}" for machine in machines for policy in policies
@@ -81,6 +81,7 @@ def test_a_pair_differs_in_the_policy_only(path):
         ("350m", 348_701_696),
         ("1b", 1_235_814_400),
         ("llama3_8b", 8_030_261_248),
+        ("llama3_70b", 70_553_706_496),
     ],
 )
 def test_sizes(name, parameters):
@@ -106,6 +107,12 @@ def test_the_64_gpu_recipe_is_the_published_study():
     )
     assert train.global_batch_size == 64 * train.micro_batch_size * 4
     assert round(train.steps * train.global_batch_size * train.seq_length / 1e9, 1) == 100.0
+
+
+def test_the_long_context_recipe_cuts_128k_over_8():
+    recipe = load_recipe(RECIPES / "runs" / "8b_128k_8gpu_gb200_nvfp4_qk_fp8_pv.yaml")
+    assert (recipe.train.seq_length, recipe.parallel.context) == (2**17, 8)
+    assert recipe.train.global_batch_size * recipe.train.seq_length == 1024 * 4096
 
 
 def test_the_8b_runs_have_the_8b_model():

@@ -36,7 +36,7 @@ CONTENT = {
 def recipe_with(**sections):
     content = copy.deepcopy(CONTENT)
     for section, values in sections.items():
-        content[section] |= values
+        content[section] = content.get(section, {}) | values
     return Recipe.parse(content)
 
 
@@ -49,6 +49,7 @@ def problems(world_size=1, device_type="cpu", device_count=None, **sections):
 @pytest.mark.parametrize(
     ("world_size", "sections"),
     [
+        (2, {"parallel": {"context": 2}}),
         (1, {}),
         (16, {}),
         (4, {"parallel": {"tensor": 4, "sequence": True}}),
@@ -79,7 +80,9 @@ def test_what_can_run(world_size, sections):
         (2, {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "train": {"global_batch_size": 6}}, "train.global_batch_size=6: its 3 micro-batches must be a multiple of parallel.pipeline=2 for the interleaved schedule"),
         (1, {"parallel": {"sequence": True}}, "parallel.sequence=true: needs parallel.tensor > 1; allowed with tensor=1: false"),
         (2, {"parallel": {"tensor": 2, "sequence": True}, "train": {"seq_length": 33}}, "train.seq_length=33: with parallel.sequence it must be divisible by parallel.tensor=2"),
-        (2, {"parallel": {"context": 2}}, "parallel.context=2: the attention module holds the whole sequence in one process and does not yet exchange keys and values between context-parallel processes; allowed: 1"),
+        (2, {"parallel": {"context": 2}, "train": {"seq_length": 34}}, 'attention.policy="nvfp4_qk_fp8_pv" with parallel.context=2: sequence length 34: every one of 2 context-parallel ranks holds two chunks of it, so it must be a multiple of 4'),
+        (8, {"parallel": {"context": 2, "tensor": 4, "sequence": True}, "train": {"seq_length": 36}}, "train.seq_length=36 / parallel.context=2: with parallel.sequence it must be divisible by parallel.tensor=4"),
+        (2, {"parallel": {"context": 2}, "tracking": {"probe_interval": 3}}, "tracking.probe_interval=3: probes look at whole rows of P, of which a process has no keys under parallel.context=2; allowed: null"),
         (2, {"parallel": {"expert": 2}}, "parallel.expert=2: needs model.num_moe_experts; allowed without: 1"),
         (2, {"model": {"num_moe_experts": 3}, "parallel": {"expert": 2}}, "model.num_moe_experts=3: must be divisible by parallel.expert=2"),
         (2, {"model": {"num_moe_experts": 4}, "parallel": {"expert": 4}}, "world_size=2: must be a multiple of parallel.tensor * pipeline * expert = 1 * 1 * 4"),
@@ -112,10 +115,15 @@ def test_unknown_device():
 
 def test_all_problems_at_once():
     found = problems(
-        3, "cuda", 1, parallel={"tensor": 2, "context": 2}, optimizer={"warmup_steps": 9}
+        3,
+        "cuda",
+        1,
+        parallel={"tensor": 2, "context": 2},
+        optimizer={"warmup_steps": 9},
+        tracking={"probe_interval": 3},
     )
     assert [line.partition("=")[0] for line in found] == [
-        "world_size", "parallel.context", "optimizer.warmup_steps", "world_size",
+        "world_size", "tracking.probe_interval", "optimizer.warmup_steps", "world_size",
     ]  # fmt: skip
 
 

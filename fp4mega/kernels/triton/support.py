@@ -1,0 +1,101 @@
+"""What the Triton kernels can answer, in words where they cannot, and what they save. Needs no Triton."""
+
+import importlib.util
+
+import torch
+
+from fp4mega.attention import saved_spec as reference_saved_spec
+from fp4mega.attention.policy import AttentionPolicy
+from fp4mega.attention.problem import AttentionProblem
+from fp4mega.kernels.contract import TensorSpec
+
+LOWEST_CAPABILITY = (8, 9)
+DTYPES = (torch.bfloat16, torch.float16)
+TILE_M, TILE_N = 64, 128
+SMALLEST_HEAD_DIM = 16
+_FP8_GRADIENTS = {
+    "do": "e5m2",
+    "p_bwd": "e4m3/unit",
+    "ds": "e4m3/tile",
+    "q_bwd": "e4m3",
+    "k_bwd": "e4m3",
+    "v_bwd": "same",
+}
+_BF16_GRADIENTS = {
+    "do": "bf16",
+    "p_bwd": "bf16",
+    "ds": "bf16",
+    "q_bwd": "same",
+    "k_bwd": "same",
+    "v_bwd": "same",
+}
+
+
+def explain(problem: AttentionProblem, policy: AttentionPolicy, device: torch.device) -> str | None:
+    """None when these kernels compute exactly this policy on this device, otherwise why not."""
+    if device.type != "cuda":
+        return f"the kernels need an NVIDIA GPU, the tensors are on {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    return _explain_device(device) or explain_policy(policy) or explain_problem(problem)
+
+
+def _explain_device(device: torch.device) -> str | None:
+    if torch.version.cuda is None:
+        return "this build of torch has no CUDA"
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
+        if capability < LOWEST_CAPABILITY:
+            return f"the GPU is sm_{capability[0]}{capability[1]}, FP8 products need sm_89 or later"
+    return None
+
+
+def explain_policy(policy: AttentionPolicy) -> str | None:
+    """Policies the kernels implement: NVFP4 or MXFP4 `rceil` Q/K with FP8 P/V and FP8 gradients, or BF16 throughout."""
+    spelled = {name: str(operand) for name, operand in policy.operands.items()}
+    if policy.direct_p is not None:
+        return "Direct-P has no Triton kernel"
+    if spelled["q"] != spelled["k"] or spelled["q"] not in ("nvfp4", "mxfp4_rceil", "bf16"):
+        return f"q={policy.q!r}, k={policy.k!r}: kernels exist for nvfp4, mxfp4_rceil and bf16, the same for both"
+    four_bit = spelled["q"] != "bf16"
+    wanted = {"p": "e4m3/unit", "v": "e4m3"} if four_bit else {"p": "bf16", "v": "bf16"}
+    wanted |= _FP8_GRADIENTS if four_bit else _BF16_GRADIENTS
+    for name, spelling in wanted.items():
+        if spelled[name] != spelling:
+            return f"{name}={getattr(policy, name)!r}: with q={policy.q!r} kernels exist for {spelling!r} only"
+    if policy.backward == "centered":
+        return "backward='centered' has no Triton kernel; allowed: represented, paper"
+    if policy.backward == "represented" and policy.max_rule != "integer":
+        return f"max_rule={policy.max_rule!r}: the represented rule rounds P again, which needs an integer maximum"
+    if (policy.tile_m, policy.tile_n) != (TILE_M, TILE_N):
+        return f"tile {policy.tile_m}x{policy.tile_n}: kernels exist for {TILE_M}x{TILE_N} only"
+    return None
+
+
+def explain_problem(problem: AttentionProblem) -> str | None:
+    """Shapes, dtypes and masks the kernels take."""
+    if problem.dtype not in DTYPES:
+        return f"dtype {problem.dtype}: kernels exist for bfloat16 and float16"
+    if min(problem.head_dim, problem.head_dim_v) < SMALLEST_HEAD_DIM:
+        return f"head dims {problem.head_dim}/{problem.head_dim_v}: kernels exist from {SMALLEST_HEAD_DIM} on"
+    if problem.attention_mask:
+        return "an arbitrary attention_mask has no Triton kernel; causal, window, key_padding_mask and packed sequences do"
+    if not (problem.batch and problem.seqlen_q and problem.seqlen_k):
+        return "there is nothing to compute: batch, query length or key length is 0"
+    if problem.packed and not (problem.max_seqlen_q and problem.max_seqlen_k):
+        return "there is nothing to compute: every packed sequence is empty"
+    return None
+
+
+def saved_spec(problem: AttentionProblem, policy: AttentionPolicy) -> tuple[TensorSpec, ...]:
+    """The reference's bytes and statistics, then for quantized Q and K the largest represented magnitude of each head.
+
+    Packed problems save a padded batch of sequences, as the reference does.
+    """
+    specs = [TensorSpec(*spec) for spec in reference_saved_spec(problem, policy)]
+    if policy.operands["q"].quantized:
+        batch = problem.num_sequences if problem.packed else problem.batch
+        specs += [
+            TensorSpec((batch, n), torch.float32) for n in (problem.num_heads, problem.num_kv_heads)
+        ]
+    return tuple(specs)

@@ -1,0 +1,112 @@
+"""What forward and backward kernels share: loading tiles of an operand, and which keys a row sees."""
+
+# A kernel's arguments have Triton's own types.
+# mypy: allow-untyped-defs
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_tile(
+    base, first, stride, rows, dim,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_R, BLOCK_C] from row `first` on; columns are contiguous; zeros outside where a mask is asked for."""
+    at, cols = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
+    pointers = base + tl.cast(first, tl.int64) * stride + at[:, None] * stride + cols[None, :]
+    if MASK_ROWS and MASK_COLS:
+        return tl.load(
+            pointers, mask=(first + at < rows)[:, None] & (cols < dim)[None, :], other=0.0
+        )
+    if MASK_ROWS:
+        return tl.load(pointers, mask=(first + at < rows)[:, None], other=0.0)
+    if MASK_COLS:
+        return tl.load(pointers, mask=(cols < dim)[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def load_across(base, first, stride, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """[BLOCK_R, BLOCK_C] of a transposed operand [dim, rows]: columns `first` on, all dims."""
+    at, cols = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
+    return tl.load(base + first + at.to(tl.int64)[:, None] * stride + cols[None, :])
+
+
+@triton.jit
+def visible(
+    rows, keys, diagonal, left, right, length_k, hidden_at,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_HIDDEN: tl.constexpr,
+):  # fmt: skip
+    """Which keys each row sees; rows and keys are index tensors that broadcast to a tile, keys one with a dim of size 1."""
+    seen = (keys < length_k) & (rows >= 0)
+    if HAS_RIGHT:
+        seen = seen & (keys <= rows + diagonal + right)
+    if HAS_LEFT:
+        seen = seen & (keys >= rows + diagonal - left)
+    if HAS_HIDDEN:
+        seen = seen & (tl.load(hidden_at + keys, mask=keys < length_k, other=1) == 0)
+    return seen
+
+
+@triton.jit
+def lengths(
+    length_q_ptr, length_k_ptr, b, rows, keys, BOTTOM_RIGHT: tl.constexpr, LENGTHS: tl.constexpr
+):
+    """Rows and keys of batch entry b, and the key on the diagonal of row 0."""
+    length_q, length_k = rows, keys
+    if LENGTHS:
+        length_q, length_k = tl.load(length_q_ptr + b), tl.load(length_k_ptr + b)
+    diagonal = 0
+    if BOTTOM_RIGHT:
+        diagonal = length_k - length_q
+    return length_q, length_k, diagonal
+
+
+@triton.jit
+def key_range(
+    row, diagonal, left, right, length_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_HIDDEN: tl.constexpr,
+):  # fmt: skip
+    """Key tiles of rows `row` to `row + BLOCK_M`: [first, end) has any visible key, [free, bound) in it needs no mask."""
+    end = length_k
+    bound = length_k
+    if HAS_RIGHT:
+        end = tl.minimum(end, tl.maximum(row + BLOCK_M + diagonal + right, 0))
+        bound = tl.minimum(bound, tl.maximum(row + diagonal + right + 1, 0))
+    bound = bound // BLOCK_N * BLOCK_N
+    first = 0
+    free = 0
+    if HAS_LEFT:
+        first = tl.maximum(row + diagonal - left, 0) // BLOCK_N * BLOCK_N
+        free = tl.cdiv(tl.maximum(row + BLOCK_M - 1 + diagonal - left, 0), BLOCK_N) * BLOCK_N
+        free = tl.maximum(tl.minimum(free, end), first)
+    if HAS_HIDDEN:
+        bound = 0
+    bound = tl.maximum(bound, free)
+    return first, free, bound, end
+
+
+@triton.jit
+def row_range(
+    key, diagonal, left, right, length_q, length_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_HIDDEN: tl.constexpr,
+):  # fmt: skip
+    """Row tiles that see keys `key` to `key + BLOCK_N`: [first, bound) needs masks, [bound, free) none, [free, end) does again."""
+    first = 0
+    bound = 0
+    if HAS_RIGHT:
+        first = tl.maximum(key - diagonal - right, 0) // BLOCK_M * BLOCK_M
+        bound = tl.cdiv(tl.maximum(key + BLOCK_N - 1 - diagonal - right, 0), BLOCK_M) * BLOCK_M
+    end = length_q
+    free = length_q
+    if HAS_LEFT:
+        end = tl.minimum(end, tl.maximum(key + BLOCK_N - diagonal + left, 0))
+        free = tl.maximum(key - diagonal + left + 1, 0) // BLOCK_M * BLOCK_M
+    bound = tl.minimum(tl.maximum(bound, first), end)
+    free = tl.minimum(tl.maximum(free, bound), end)
+    if HAS_HIDDEN:
+        bound, free = end, end
+    if key + BLOCK_N > length_k:
+        bound, free = end, end
+    return first, bound, free, end

@@ -1,0 +1,6 @@
+"""Attention across ranks: context parallelism over a process group, with the numbers of one rank."""
+
+from fp4mega.parallel.attention import context_parallel_attention
+from fp4mega.parallel.checks import EXCHANGES, backend_of, explain_exchange
+
+__all__ = ["EXCHANGES", "backend_of", "context_parallel_attention", "explain_exchange"]

@@ -1,0 +1,103 @@
+"""How every rank's query rows meet every rank's keys: all at once (all-gather) or one rank's keys after another (ring).
+
+Both call a body with blocks of represented keys and say where they lie. What the body returns, its rows' part of the
+gradients of those keys, is summed over the group and handed to the rank that holds them.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp4mega.attention.problem import Placement
+from fp4mega.parallel.operands import Published, pack, unpack
+from fp4mega.parallel.zigzag import placement_of, to_ranks, to_sequence, whole_placement
+
+Body = Callable[[Placement, list[Tensor]], list[Tensor]]
+
+
+class Exchange(Protocol):
+    """One way to meet."""
+
+    def visit(self, published: list[Published], dtype: torch.dtype, body: Body) -> list[Tensor]:
+        """Call body(placement, values) until it has met all keys of the group.
+
+        published: this rank's K, V or both, [B, L, G, D]. values: the same operands of a block of keys in `dtype`. The body
+        returns gradients of the block, [B, keys, G, D] each, or nothing; the sums over the group for this rank's keys come
+        back.
+        """
+        ...
+
+
+class AllGather:
+    """One block, the whole sequence in its order: every key tile is the one that a single rank would see."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.ranks = group, group.size()
+
+    def visit(self, published: list[Published], dtype: torch.dtype, body: Body) -> list[Tensor]:
+        message = pack(published)
+        gathered = [torch.empty_like(message) for _ in range(self.ranks)]
+        dist.all_gather(gathered, message, group=self.group)
+        by_rank = [[p.values(dtype) for p in unpack(m, published)] for m in gathered]
+        values = [to_sequence(torch.stack(parts)) for parts in zip(*by_rank, strict=True)]
+        rows = published[0].shape[1]
+        parts = [to_ranks(g, self.ranks) for g in body(whole_placement(self.ranks, rows), values)]
+        if not parts:
+            return []
+        outgoing = torch.cat([part.flatten(1) for part in parts], dim=1)
+        mine = torch.empty_like(outgoing[0])
+        dist.reduce_scatter(mine, list(outgoing.unbind()), group=self.group)
+        pieces = mine.split([part[0].numel() for part in parts])
+        return [piece.view(part.shape[1:]) for piece, part in zip(pieces, parts, strict=True)]
+
+
+class Ring:
+    """As many blocks as ranks, this rank's own first, then its left neighbour's; gradients travel behind their keys."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.ranks = group, group.rank(), group.size()
+
+    def visit(self, published: list[Published], dtype: torch.dtype, body: Body) -> list[Tensor]:
+        rows = published[0].shape[1]
+        message = pack(published)
+        sums: Tensor | None = None
+        shapes: list[torch.Size] = []
+        for step in range(self.ranks):
+            # The next block is under way while this one is computed.
+            transfer = self._send(message) if step + 1 < self.ranks else None
+            source = (self.rank - step) % self.ranks
+            values = [p.values(dtype) for p in unpack(message, published)]
+            parts = body(placement_of(source, self.ranks, rows), values)
+            if parts:
+                shapes = [part.shape for part in parts]
+                flat = torch.cat([part.flatten() for part in parts])
+                sums = self._receive(self._send(flat if sums is None else sums + flat))
+            if transfer is not None:
+                message = self._receive(transfer)
+        if sums is None:
+            return []
+        pieces = sums.split([shape.numel() for shape in shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+    def _send(self, message: Tensor) -> tuple[Tensor, list[dist.Work]]:
+        """Start passing a message to the right neighbour and taking the left one's."""
+        arriving = torch.empty_like(message)
+        right, left = (
+            dist.get_global_rank(self.group, (self.rank + by) % self.ranks) for by in (1, -1)
+        )
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, message, right, self.group),
+                dist.P2POp(dist.irecv, arriving, left, self.group),
+            ]
+        )
+        return arriving, works
+
+    def _receive(self, transfer: tuple[Tensor, list[dist.Work]]) -> Tensor:
+        arriving, works = transfer
+        for work in works:
+            work.wait()
+        return arriving

@@ -1,0 +1,216 @@
+"""The Triton kernels on a GPU: bytes bitwise, results by the rule of two, repeatability, graphs, streams, non-finite values."""
+
+import pytest
+import torch
+
+from fp4mega.attention import AttentionPolicy, get_policy
+from fp4mega.bench.attention import assert_agrees, evaluate
+from fp4mega.formats import quantize
+from fp4mega.kernels.triton import TritonBackend
+from fp4mega.testing import (
+    LAYOUT_CASES,
+    MASK_CASES,
+    PACKED_CASES,
+    SHAPE_CASES,
+    VALUE_CASES,
+    Case,
+    assert_bitwise,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+BACKEND = TritonBackend()
+POLICIES = ("nvfp4_qk_fp8_pv", "mxfp4_qk_fp8_pv", "nvfp4_qk_fp8_pv-paper", "bf16")
+QUICK = Case(
+    batch=2,
+    seqlen_q=200,
+    seqlen_k=330,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    causal="bottom_right",
+    dtype=torch.bfloat16,
+)
+
+
+def policies(*names: str):
+    return pytest.mark.parametrize("policy", [get_policy(n) for n in names], ids=names)
+
+
+def half(cases, dtype=torch.bfloat16):
+    chosen = [c.replace(dtype=dtype) for c in cases if c.mask != "arbitrary"]
+    return pytest.mark.parametrize("case", chosen, ids=[str(c) for c in chosen])
+
+
+def check(case: Case, policy: AttentionPolicy) -> None:
+    device = torch.device("cuda")
+    assert BACKEND.explain(case.problem, policy, device) is None
+    assert_agrees(BACKEND, case, policy, "cuda")
+
+
+@half(SHAPE_CASES)
+@policies(*POLICIES)
+def test_shapes(case: Case, policy: AttentionPolicy) -> None:
+    check(case, policy)
+
+
+@half(MASK_CASES)
+@policies("nvfp4_qk_fp8_pv", "bf16")
+def test_masks(case: Case, policy: AttentionPolicy) -> None:
+    check(case, policy)
+
+
+@half(PACKED_CASES)
+@policies("nvfp4_qk_fp8_pv", "bf16")
+def test_packed_sequences(case: Case, policy: AttentionPolicy) -> None:
+    check(case, policy)
+
+
+@half(LAYOUT_CASES)
+@policies("mxfp4_qk_fp8_pv", "bf16")
+def test_layouts(case: Case, policy: AttentionPolicy) -> None:
+    check(case, policy)
+
+
+@half(VALUE_CASES)
+@policies("nvfp4_qk_fp8_pv", "mxfp4_qk_fp8_pv")
+def test_values(case: Case, policy: AttentionPolicy) -> None:
+    check(case, policy)
+
+
+@policies(*POLICIES, "mxfp4_qk_fp8_pv-paper")
+def test_float16(policy: AttentionPolicy) -> None:
+    check(QUICK.replace(dtype=torch.float16), policy)
+
+
+@policies("nvfp4_qk_fp8_pv", "mxfp4_qk_fp8_pv")
+@pytest.mark.parametrize("head_dim", [40, 128])
+@pytest.mark.parametrize(
+    "values", ["randn", "outlier_channels", "zero_blocks", "denormals", "huge_v"]
+)
+def test_saved_bytes_are_the_formats_bytes(
+    policy: AttentionPolicy, head_dim: int, values: str
+) -> None:
+    """Against `quantize` on the CPU, from strided views, with odd lengths."""
+    case = QUICK.replace(
+        head_dim=head_dim, seqlen_q=203, seqlen_k=203, values=values, layout="fused_qkv"
+    )
+    x = case.make(device="cuda")
+    saved = list(BACKEND.forward(x.q, x.k, x.v, x.side, case.problem, policy).saved)
+    for name, t in (("q", x.q), ("k", x.k), ("v", x.v)):
+        operand = policy.operands[name]
+        dims = (1, 3) if operand.scope else None
+        axis = 1 if name == "v" else 3
+        want = quantize(t.cpu(), operand.format, axis=axis, scale_dims=dims).tensors()
+        for i, part in enumerate(want):
+            assert_bitwise(saved.pop(0).cpu(), part, name=f"{name}[{i}]")
+
+
+@policies("mxfp4_qk_fp8_pv")
+@pytest.mark.parametrize("spread", [2.0**-6, 2.0**-20])
+def test_mxfp4_heads_wider_than_e4m3_run_in_bf16(policy: AttentionPolicy, spread: float) -> None:
+    """One head in which blocks lie 20 octaves apart, beside heads that FP8 holds: all obey the same rule."""
+    case = QUICK.replace(num_kv_heads=4)
+    x = case.make(device="cuda")
+    x.k[:, :, 1, :32] *= spread
+    x.q[:, :, 1, 32:] *= 64
+
+    class Spread(Case):
+        def make(self, **_):
+            return x
+
+    check(Spread(**{f: getattr(case, f) for f in case.__dataclass_fields__}), policy)
+
+
+@policies(*POLICIES)
+def test_twenty_runs_give_the_same_bits(policy: AttentionPolicy) -> None:
+    case = QUICK.replace(seqlen_q=515, seqlen_k=515, num_heads=8, head_dim=128)
+    x = case.make(device="cuda")
+    first, forward = evaluate(BACKEND, x, case, policy)
+    for _ in range(19):
+        again, forward_again = evaluate(BACKEND, x, case, policy)
+        for name, a, b in zip(first._fields, again, first, strict=True):
+            if a is not None:
+                assert torch.equal(a, b), name
+        assert all(
+            torch.equal(a, b) for a, b in zip(forward.saved, forward_again.saved, strict=True)
+        )
+
+
+@policies(*POLICIES)
+def test_a_side_stream_and_a_captured_graph_give_the_same_bits(policy: AttentionPolicy) -> None:
+    x, other = QUICK.make(device="cuda"), QUICK.replace(seed=1).make(device="cuda")
+    want, _ = evaluate(BACKEND, x, QUICK, policy)
+    want_other, _ = evaluate(BACKEND, other, QUICK, policy)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got, _ = evaluate(BACKEND, x, QUICK, policy)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, _ = evaluate(BACKEND, x, QUICK, policy)
+    for static, fresh in zip(x[:5], other[:5], strict=True):
+        static.copy_(fresh)
+    graph.replay()
+    for i in range(5):
+        assert torch.equal(got[i], want[i])
+        assert torch.equal(captured[i], want_other[i])
+
+
+@policies("nvfp4_qk_fp8_pv", "mxfp4_qk_fp8_pv")
+@pytest.mark.parametrize("operand", ["q", "k", "v"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_non_finite_value_stays_in_its_head(
+    policy: AttentionPolicy, operand: str, bad: float
+) -> None:
+    """Kv head 0 of batch entry 0 turns NaN where the reference does; every other head keeps its bits."""
+    x = QUICK.make(device="cuda")
+    clean, _ = evaluate(BACKEND, x, QUICK, policy)
+    getattr(x, operand)[0, 50, 0, 3] = bad
+    got, _ = evaluate(BACKEND, x, QUICK, policy)
+    from fp4mega.attention import forward
+
+    want = forward(x.q, x.k, x.v, x.side, QUICK.problem, policy)[0]
+    assert torch.equal(got.out.isnan(), want.isnan())
+    assert got.out.isnan().any()
+    assert got.out[0, :, 2:].equal(clean.out[0, :, 2:])
+    assert got.out[1].equal(clean.out[1])
+    for name in ("dq", "dk", "dv"):
+        assert getattr(got, name)[1].equal(getattr(clean, name)[1]), name
+
+
+@policies("nvfp4_qk_fp8_pv", "nvfp4_qk_fp8_pv-paper", "bf16")
+def test_zero_gradient_is_exactly_zero(policy: AttentionPolicy) -> None:
+    x = QUICK.make(device="cuda")
+    x.dout.zero_()
+    x.dlse.zero_()
+    got, _ = evaluate(BACKEND, x, QUICK, policy)
+    for gradient in (got.dq, got.dk, got.dv):
+        assert not gradient.any()
+
+
+def test_offsets_past_two_to_the_31() -> None:
+    """2.15 G elements in q: the last batch entry is that of a call with it alone."""
+    policy = get_policy("nvfp4_qk_fp8_pv")
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    shape = (1026, 512, 32, 128)
+    q = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn((1026, 512, 1, 128), generator=generator, device="cuda", dtype=torch.bfloat16)
+    case = Case(
+        batch=1026, seqlen_q=512, seqlen_k=512, num_heads=32, num_kv_heads=1, head_dim=128,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    side = QUICK.make().side
+    whole = BACKEND.forward(q, k, k, side, case.problem, policy)
+    whole_gradients = BACKEND.backward(
+        q, None, whole, (None, None, None), side, case.problem, policy
+    )
+    last = case.replace(batch=1)
+    part = BACKEND.forward(q[-1:], k[-1:], k[-1:], side, last.problem, policy)
+    gradients = BACKEND.backward(q[-1:], None, part, (None, None, None), side, last.problem, policy)
+    assert torch.equal(whole.out[-1:], part.out)
+    for a, b in zip(whole_gradients[:3], gradients[:3], strict=True):
+        assert torch.equal(a[-1:], b)

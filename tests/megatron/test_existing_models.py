@@ -1,0 +1,127 @@
+"""Models that Megatron alone built, trained and saved go on training with our core attention in their spec."""
+
+import queue
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron_harness import batch, build_gpt, local_spec, settings, tiny_config
+
+from fp4mega.megatron import policies_by_layer, swap_core_attention
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+
+class WideValueDotProduct(DotProductAttention):
+    """Megatron's local core with the two arguments that multi-latent attention passes and it does not take."""
+
+    def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
+def dense():
+    return tiny_config(init_method_std=0.05), local_spec()
+
+
+def experts():
+    config = tiny_config(
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_router_load_balancing_type="none",
+        init_method_std=0.05,
+    )
+    return config, local_spec(num_experts=4)
+
+
+def multi_latent():
+    only_mla = {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+        "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 12,
+        "rope_type": "rope",
+        "num_query_groups": 4,
+    }
+    spec = local_spec(multi_latent_attention=True, qk_layernorm=True)
+    spec.submodules.self_attention.submodules.core_attention = WideValueDotProduct
+    return MLATransformerConfig(**settings(**only_mla, init_method_std=0.05)), spec
+
+
+class Trainer:
+    """What a user of Megatron-Core has: a model under DDP, Megatron's optimizer, and a distributed checkpoint of both."""
+
+    def __init__(self, config, spec):
+        self.model = build_gpt(config, spec)
+        self.wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), self.model)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(optimizer="adam", lr=5e-3, weight_decay=0.1), [self.wrapped]
+        )
+
+    def step(self):
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = self.wrapped(**batch(), attention_mask=None).mean()
+        loss.backward()
+        finalize_model_grads([self.wrapped])
+        self.optimizer.step()
+        return loss.item()
+
+    def state(self, *, loading):
+        model = self.model.sharded_state_dict()
+        optimizer = self.optimizer.sharded_state_dict(
+            {"model": model}, is_loading=loading, metadata={"chained_optim_avoid_prefix": True}
+        )
+        return {"model": model, "optimizer": optimizer}
+
+    def save(self, folder):
+        dist_checkpointing.save(self.state(loading=False), str(folder))
+
+    def load(self, folder):
+        state = dist_checkpointing.load(self.state(loading=True), str(folder))
+        self.model.load_state_dict(state["model"], strict=True)
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+# `exact` computes what Megatron's core does, up to the order of its FP32 sums; the others round.
+POLICIES = {"exact": 1e-5, "bf16": 5e-3, "nvfp4_qk_fp8_pv": 5e-2}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", [dense, experts, multi_latent], ids=lambda kind: kind.__name__)
+def test_training_goes_on_from_a_checkpoint_saved_without_us(kind, policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(filesystem_async, "_results_queue", queue.Queue())  # no process of its own
+    config, spec = kind()
+    stock = Trainer(config, spec)
+    first = [stock.step() for _ in range(2)]
+    stock.save(tmp_path)
+    expected = [stock.step() for _ in range(3)]
+    assert expected[0] < first[0] - 0.5  # there are two updates to be lost
+
+    ours = Trainer(config, swap_core_attention(spec, policy=policy))
+    assert set(policies_by_layer(ours.model).values()) == {policy}
+    ours.load(tmp_path)
+    continued = [ours.step() for _ in range(3)]
+    assert continued == pytest.approx(expected, rel=POLICIES[policy])
+
+    # And back: what ours saves, Megatron alone reads.
+    back = tmp_path / "back"
+    back.mkdir()
+    ours.save(back)
+    returned = Trainer(config, spec)
+    returned.load(back)
+    for name, parameter in ours.model.named_parameters():
+        assert torch.equal(parameter, returned.model.get_parameter(name)), name

@@ -1,0 +1,1 @@
+"""Context parallelism against one rank."""
