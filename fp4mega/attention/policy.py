@@ -195,6 +195,11 @@ class AttentionPolicy:
         """True when P or V is carried in four bits: refused in training unless allowed by name."""
         return any(self.operands[n].bits < 8 for n in ("p", "v"))
 
+    @property
+    def stochastic_operands(self) -> list[str]:
+        """Names of the operands that round stochastically, so that a call needs a key to count from."""
+        return [name for name, operand in self.operands.items() if operand.rounding == "stochastic"]
+
     def saves_input(self, name: Literal["q", "k", "v"]) -> bool:
         """True when backward needs the caller's own tensor because this operand has no quantized form."""
         return not self.operands[name if name != "v" else self.backward_v].quantized

@@ -6,6 +6,7 @@ Everywhere in this library a boolean mask is True where a position is masked *ou
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -71,6 +72,43 @@ class AttentionProblem:
             raise ValueError(
                 "key_padding_mask and attention_mask do not combine with packed sequences"
             )
+
+    @classmethod
+    def of(
+        cls,
+        shapes: tuple[Sequence[int], Sequence[int], Sequence[int]],
+        dtype: torch.dtype,
+        side: "SideInputs",
+        *,
+        softmax_scale: float,
+        causal: Causal,
+        window: tuple[int | None, int | None],
+        max_seqlen_q: int = 0,
+        max_seqlen_k: int = 0,
+    ) -> "AttentionProblem":
+        """The problem of a call: shapes of q [B,S,H,D], k [B,T,G,D], v [B,T,G,Dv], and what stands beside them."""
+        (batch, seqlen_q, num_heads, head_dim), (_, seqlen_k, num_kv_heads, _), (*_, head_dim_v) = (
+            shapes
+        )
+        return cls(
+            batch=batch,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            dtype=dtype,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window=window,
+            key_padding_mask=side.key_padding_mask is not None,
+            attention_mask=side.attention_mask is not None,
+            sink=side.sink is not None,
+            num_sequences=0 if side.cu_seqlens_q is None else side.cu_seqlens_q.shape[0] - 1,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+        )
 
     @property
     def packed(self) -> bool:

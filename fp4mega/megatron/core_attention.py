@@ -157,8 +157,7 @@ class Fp4CoreAttention(MegatronModule):
         self._probe_armed = False
 
     def _rounding_keys(self, seed: int) -> RoundingKeys | None:
-        operands = self.policy.operands.values()
-        if all(operand.rounding == "nearest_even" for operand in operands):
+        if not self.policy.stochastic_operands:
             return None
         dp_rank = (
             parallel_state.get_data_parallel_rank()

@@ -28,25 +28,6 @@ def probe_forward(
     rounding_key: Tensor | None = None,
 ) -> dict[str, float]:
     """Metrics by name of q [B, S, H, D], k [B, T, G, D], v [B, T, G, Dv]; keywords as in `attention_func`."""
-    problem = AttentionProblem(
-        batch=q.shape[0],
-        seqlen_q=q.shape[1],
-        seqlen_k=k.shape[1],
-        num_heads=q.shape[2],
-        num_kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        head_dim_v=v.shape[3],
-        dtype=q.dtype,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window=window or (None, None),
-        key_padding_mask=key_padding_mask is not None,
-        attention_mask=attention_mask is not None,
-        sink=sink is not None,
-        num_sequences=0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
-        max_seqlen_q=max_seqlen_q or 0,
-        max_seqlen_k=max_seqlen_k or 0,
-    )
     side = SideInputs(
         sink=sink,
         key_padding_mask=key_padding_mask,
@@ -54,5 +35,15 @@ def probe_forward(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         rounding_key=rounding_key,
+    )
+    problem = AttentionProblem.of(
+        (q.shape, k.shape, v.shape),
+        q.dtype,
+        side,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window=window or (None, None),
+        max_seqlen_q=max_seqlen_q or 0,
+        max_seqlen_k=max_seqlen_k or 0,
     )
     return probe(q, k, v, side, problem, policy)

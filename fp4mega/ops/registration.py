@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fp4mega.attention.call import statistics_dtype
 from fp4mega.attention.policy import AttentionPolicy, get_policy
 from fp4mega.attention.problem import AttentionProblem, Causal, SideInputs
 from fp4mega.kernels import Backend, Forward, select_backend
@@ -79,36 +80,22 @@ def _resolve(
     options: Options,
 ) -> _Call:
     """Problem, policy and backend of a call whose tensors have the dtype and device of `like`."""
-    (batch, seqlen_q, num_heads, head_dim), (_, seqlen_k, num_kv_heads, _), (*_, head_dim_v) = (
-        shapes
-    )
-    problem = AttentionProblem(
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        dtype=like.dtype,
+    problem = AttentionProblem.of(
+        shapes,
+        like.dtype,
+        side,
         softmax_scale=options.softmax_scale,
         causal=options.causal,
         window=(options.window_left, options.window_right),
-        key_padding_mask=side.key_padding_mask is not None,
-        attention_mask=side.attention_mask is not None,
-        sink=side.sink is not None,
-        num_sequences=0 if side.cu_seqlens_q is None else side.cu_seqlens_q.shape[0] - 1,
         max_seqlen_q=options.max_seqlen_q,
         max_seqlen_k=options.max_seqlen_k,
     )
     policy = get_policy(options.policy)
-    if side.rounding_key is None:
-        stochastic = [n for n, o in policy.operands.items() if o.rounding == "stochastic"]
-        if stochastic:
-            raise ValueError(
-                f"rounding_key=None: policy {policy.name!r} rounds {', '.join(stochastic)} stochastically; "
-                "expected an int64 scalar tensor, another one for every step and layer"
-            )
+    if side.rounding_key is None and policy.stochastic_operands:
+        raise ValueError(
+            f"rounding_key=None: policy {policy.name!r} rounds {', '.join(policy.stochastic_operands)} stochastically; "
+            "expected an int64 scalar tensor, another one for every step and layer"
+        )
     return _Call(
         side, problem, policy, select_backend(options.backend, problem, policy, like.device)
     )
@@ -117,10 +104,6 @@ def _resolve(
 def _policy_precision(x: Tensor) -> torch.autocast:
     """No autocast inside a backend: the policy alone says what is rounded, and autocast would round its products."""
     return torch.autocast(x.device.type, enabled=False)
-
-
-def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @torch.library.custom_op("fp4mega::attention_forward", mutates_args=(), schema=_FORWARD_SCHEMA)
@@ -145,7 +128,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, list
     batch, seqlen_q, num_heads, _ = q.shape
     return (
         q.new_empty((batch, seqlen_q, num_heads, v.shape[-1])),
-        q.new_empty((batch, num_heads, seqlen_q), dtype=_statistics_dtype(q.dtype)),
+        q.new_empty((batch, num_heads, seqlen_q), dtype=statistics_dtype(q.dtype)),
         [
             q.new_empty(shape, dtype=dtype)
             for shape, dtype in call.backend.saved_spec(call.problem, call.policy)
@@ -202,7 +185,7 @@ def _(
     side, _ = _split(rest)
     gradients = [out.new_empty(tuple(shape)) for shape in (shape_q, shape_k, shape_v)]
     if side.sink is not None:
-        gradients.append(out.new_empty((shape_q[2],), dtype=_statistics_dtype(out.dtype)))
+        gradients.append(out.new_empty((shape_q[2],), dtype=statistics_dtype(out.dtype)))
     return gradients
 
 

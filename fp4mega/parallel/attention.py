@@ -95,19 +95,13 @@ def context_parallel_attention(
         )
         lse_rows = to_rows(lse.transpose(1, 2)[..., None], group)[..., 0].transpose(1, 2)
         return to_rows(out, group), lse_rows
-    problem = AttentionProblem(
-        batch=q.shape[0],
-        seqlen_q=q.shape[1],
-        seqlen_k=k.shape[1],
-        num_heads=q.shape[2],
-        num_kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        head_dim_v=v.shape[3],
-        dtype=q.dtype,
+    problem = AttentionProblem.of(
+        (q.shape, k.shape, v.shape),
+        q.dtype,
+        side,
         softmax_scale=q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
         causal="top_left" if causal else "none",
         window=(None, None) if window is None else window,
-        sink=sink is not None,
     )
     return _BytesExchanged.apply(q, k, v, sink, _Job(group, exchange, problem, policy))
 

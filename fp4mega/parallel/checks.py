@@ -44,7 +44,7 @@ def explain_exchange(
             f"sequence length {seqlen}: every one of {ranks} context-parallel ranks holds two chunks of it, so it must be a "
             f"multiple of {2 * ranks}"
         )
-    stochastic = [n for n, o in policy.operands.items() if o.rounding == "stochastic"]
+    stochastic = policy.stochastic_operands
     if stochastic:
         return (
             f"policy={policy.name!r} rounds {', '.join(stochastic)} stochastically: bits are counted by the element's index in "

@@ -283,8 +283,7 @@ class Case:
                 return None
             return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
-        operands = get_policy(self.policy).operands.values()
-        stochastic = any(operand.rounding == "stochastic" for operand in operands)
+        stochastic = get_policy(self.policy).stochastic_operands
         return SideInputs(
             sink=sink,
             key_padding_mask=None if padding is None else padding.to(device),
