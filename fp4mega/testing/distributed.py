@@ -161,6 +161,13 @@ def _run_rank(
         faulthandler.unregister(signal.SIGUSR1)
 
 
+def _await_others(folder: Path, rank: int, world_size: int) -> None:
+    """Until every rank is connected: one that returned sooner would close the connections others still make."""
+    (folder / f"connected_{rank}").touch()
+    while not all((folder / f"connected_{r}").exists() for r in range(world_size)):
+        time.sleep(0.01)
+
+
 def _in_group(
     body: Callable[..., Any],
     rank: int,
@@ -186,6 +193,7 @@ def _in_group(
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
         )
+        _await_others(folder, rank, world_size)
         result = body(World(rank, world_size, device, folder), *arguments)
         torch.distributed.destroy_process_group()
     return result
