@@ -19,22 +19,19 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 
-_FASTEST_FIRST: tuple[Backend, ...] = (ReferenceBackend(),)
-
-_BY_NAME_ONLY: tuple[Backend, ...] = (TritonBackend(),)
-"""Backends that `auto` does not take: their suite has yet to pass whole on the device they are for. See docs/kernels.md."""
+_FASTEST_FIRST: tuple[Backend, ...] = (TritonBackend(), ReferenceBackend())
 
 _logged: set[tuple[str, str]] = set()
 
 
 def list_backends() -> list[str]:
-    """Names of all backends: those that `auto` takes, fastest first, then those that run by name only."""
-    return [backend.name for backend in (*_FASTEST_FIRST, *_BY_NAME_ONLY)]
+    """Names of all backends, fastest first."""
+    return [backend.name for backend in _FASTEST_FIRST]
 
 
 def get_backend(name: str) -> Backend:
     """The backend of that name. Raises ValueError with the nearest name when there is none."""
-    for backend in (*_FASTEST_FIRST, *_BY_NAME_ONLY):
+    for backend in _FASTEST_FIRST:
         if backend.name == name:
             return backend
     allowed = [AUTO, *list_backends()]

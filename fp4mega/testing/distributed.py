@@ -4,7 +4,7 @@
 taken, calls `body(world, *arguments)` in each and returns what they returned, by rank. What goes wrong in any of them is one
 `DistributedError` with the traceback of every rank that failed, or, past the time limit, where each hanging rank was.
 
-Processes are forked from a server that has imported torch and Megatron once, which is most of what starting one costs.
+Processes on the CPU are forked from a server that has imported torch and Megatron once, which is most of what starting one costs.
 """
 
 import faulthandler
@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,15 @@ def enough_devices(device_type: str, world_size: int) -> bool:
     return torch.cuda.is_available() and torch.cuda.device_count() >= world_size
 
 
+def _start_method(device_type: str) -> ForkServerContext | SpawnContext:
+    """A fork of a process that has imported everything starts at once; CUDA, which those imports touch, allows no fork."""
+    if device_type == "cuda":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
 def run_distributed(
     body: Callable[..., Any],
     world_size: int,
@@ -62,8 +72,7 @@ def run_distributed(
     `device_type` is `cpu` (gloo) or `cuda` (nccl, one GPU a process); `timeout` is in seconds, for the whole of it.
     Arguments and results are pickled. Raises DistributedError naming every rank that failed, died or hung.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context = _start_method(device_type)
     with tempfile.TemporaryDirectory(prefix="fp4mega-test-") as name:
         folder = Path(name)
         processes, pipes = [], []

@@ -81,10 +81,3 @@ def test_unknown_name_offers_the_nearest() -> None:
 def test_the_reference_declines_what_a_policy_does_not_define() -> None:
     with pytest.raises(NotImplementedError, match="reference: policy 'direct_p_guarded' samples"):
         select_backend("auto", PACKED_CASES[0].problem, get_policy("direct_p_guarded"), CPU)
-
-
-def test_auto_leaves_a_backend_that_runs_by_name_only(backends, monkeypatch) -> None:
-    backends(Picky("slow", None))
-    monkeypatch.setattr(registry, "_BY_NAME_ONLY", (Picky("new", None),))
-    assert select_backend("auto", PROBLEM, POLICY, CPU).name == "slow"
-    assert select_backend("new", PROBLEM, POLICY, CPU).name == "new"
