@@ -1,5 +1,6 @@
 """What the answer is: problem, policy, mask, the reference forward and its explicit backward, Direct-P, probes."""
 
+from fp4mega.attention.backward_probes import probe_backward
 from fp4mega.attention.operand import Operand, parse_operand
 from fp4mega.attention.policy import (
     DIVERGENT_PV_REASON,
@@ -28,6 +29,7 @@ __all__ = [
     "list_policies",
     "parse_operand",
     "probe",
+    "probe_backward",
     "register_policy",
     "saved_spec",
 ]

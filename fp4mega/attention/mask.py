@@ -16,7 +16,8 @@ from fp4mega.attention.problem import AttentionProblem, Placement, SideInputs
 class Mask:
     """The mask of one problem, evaluated a tile at a time. `lengths_q/k` are int [B] or None (all rows, all keys).
 
-    `rows` and `keys` place a part of a longer sequence on the whole one's diagonal; None is the whole from its start.
+    `rows` and `keys`, both or neither, place a part of longer sequences on the whole ones' diagonal; None is the whole from
+    its start. Lengths are those of the whole.
     """
 
     problem: AttentionProblem
@@ -29,8 +30,10 @@ class Mask:
     def tile(self, rows: Tensor, keys: Tensor) -> Tensor | None:
         """Masked-out positions for these query and key indices: bool, broadcastable to [B, H, rows, keys], or None."""
         problem, side = self.problem, self.side
-        i = (rows if self.rows is None else self.rows.positions(rows.device)[rows])[:, None]
-        j = (keys if self.keys is None else self.keys.positions(keys.device)[keys])[None, :]
+        i, j = rows[:, None], keys[None, :]
+        if self.rows is not None and self.keys is not None:
+            i = self.rows.positions(rows.device)[:, None, rows, None]
+            j = self.keys.positions(keys.device)[:, None, None, keys]
         terms: list[Tensor] = []
         left, right = problem.window
         if problem.causal != "none":
@@ -67,10 +70,9 @@ class Mask:
     def first_row(self, first_key: int) -> int:
         """First query that can see key `first_key` or a later one: what a causal loop may skip. Static, so a bound only."""
         if self.problem.causal == "top_left":
-            position = first_key if self.keys is None else self.keys.position(first_key)
-            if self.rows is not None:
-                return self.rows.before(position)
-            return min(position, self.problem.seqlen_q)
+            if self.rows is not None and self.keys is not None:
+                return self.rows.first_behind(self.keys, first_key)
+            return min(first_key, self.problem.seqlen_q)
         if self.problem.causal == "bottom_right" and self.lengths_q is None:
             return min(
                 max(first_key - (self.problem.seqlen_k - self.problem.seqlen_q), 0),

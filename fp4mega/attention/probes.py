@@ -16,7 +16,7 @@ from fp4mega.attention.policy import AttentionPolicy
 from fp4mega.attention.problem import AttentionProblem, SideInputs
 from fp4mega.attention.represent import decode_operand, encode_operand, represent
 from fp4mega.attention.score_map import LOG2E, tile_probabilities
-from fp4mega.formats import encode, get_format
+from fp4mega.formats import decode, encode, get_format
 
 MAX_ROWS = 256
 
@@ -32,7 +32,8 @@ def probe(
 ) -> dict[str, float]:
     """Metrics of q [B,S,H,D], k [B,T,G,D], v [B,T,G,Dv] under a policy, on the first batch entry.
 
-    Keys: `{q,k,v}_sqnr_db`, `{q,k,v}_zeroed`, `{q,k,v}_saturated` of quantized operands; `p_sqnr_db`, `p_zeroed`,
+    Keys: `{q,k,v}_sqnr_db`, `{q,k,v}_zeroed`, `{q,k,v}_saturated` of quantized operands, and `{q,k,v}_scale_range` (log2 of
+    the largest over the smallest non-zero scale) of those with scales; `p_sqnr_db`, `p_zeroed`,
     `p_row_sum_error` (mean |sum P^ / sum P - 1|) over the last `MAX_ROWS` query rows, which see most keys; `score_max`
     (largest score, natural units). A packed problem reports the operands only.
     """
@@ -47,27 +48,36 @@ def probe(
         operand = policy.operands[name]
         represented[name] = represent(name, operand, x, torch.float32, side.rounding_key)
         if operand.quantized:
-            metrics |= _operand_metrics(name, operand, x, side.rounding_key)
+            metrics |= operand_metrics(name, operand, x, side.rounding_key)
     if not problem.packed and problem.seqlen_q and problem.seqlen_k:
         metrics |= _probability_metrics(represented["q"], represented["k"], side, problem, policy)
     return metrics
 
 
-def _operand_metrics(
-    name: str, operand: Operand, x: Tensor, key: Tensor | None
-) -> dict[str, float]:
+def operand_metrics(name: str, operand: Operand, x: Tensor, key: Tensor | None) -> dict[str, float]:
+    """`<name>_sqnr_db`, `_zeroed`, `_saturated`, `_scale_range` of a quantized operand [B, rows, heads, dim]."""
     encoded = encode_operand(name, operand, x, key)
     decoded = decode_operand(name, operand, list(encoded.tensors()), tuple(x.shape), torch.float32)
-    element = get_format(operand.format).element
+    format_ = get_format(operand.format)
+    element = format_.element
     codes = encoded.unpack()
     largest = encode(torch.tensor([element.max, -element.max], device=x.device), element)
-    return {
+    metrics = {
         f"{name}_sqnr_db": sqnr_db(x, decoded),
-        f"{name}_zeroed": _share((decoded == 0) & (x != 0), x != 0),
-        f"{name}_saturated": _share(
+        f"{name}_zeroed": share((decoded == 0) & (x != 0), x != 0),
+        f"{name}_saturated": share(
             torch.isin(codes, largest), torch.ones_like(x, dtype=torch.bool)
         ),
     }
+    if encoded.scale is not None and format_.scale is not None:
+        scales = decode(encoded.scale, format_.scale, torch.float32)
+    elif encoded.global_scale is not None:
+        scales = encoded.global_scale
+    else:
+        return metrics
+    used = scales[scales > 0].log2()
+    range_ = (used.max() - used.min()).item() if used.numel() else 0.0
+    return {**metrics, f"{name}_scale_range": range_}
 
 
 def _probability_metrics(
@@ -97,7 +107,7 @@ def _probability_metrics(
     ratio = result.p.sum(dim=-1)[seen] / exact.sum(dim=-1)[seen]
     metrics = {
         "p_row_sum_error": (ratio - 1).abs().mean().item() if seen.any() else 0.0,
-        "p_zeroed": _share((result.p == 0) & (exact > 0), exact > 0),
+        "p_zeroed": share((result.p == 0) & (exact > 0), exact > 0),
         "score_max": (largest[seen].max() / LOG2E).item() if seen.any() else 0.0,
     }
     if policy.operands["p"].format in (*FLOAT_FORMATS, "bf16") or policy.operands["p"].quantized:
@@ -111,7 +121,8 @@ def sqnr_db(x: Tensor, represented: Tensor) -> float:
     return math.inf if noise == 0 else (20 * torch.log10(x.norm() / noise)).item()
 
 
-def _share(hit: Tensor, among: Tensor) -> float:
+def share(hit: Tensor, among: Tensor) -> float:
+    """How many of `among` are hit, from 0 to 1; 0 when there are none."""
     return (hit.sum() / among.sum().clamp(min=1)).item()
 
 

@@ -127,30 +127,49 @@ class AttentionProblem:
         return shape + window + "".join(f" {n}" for n in extras)
 
 
+_NOWHERE = 2**40  # beyond every sequence, and far enough from overflow for a window around it
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which rows of a longer sequence a tensor holds: whole chunks of `length` rows, by their numbers, in rising order."""
+    """Which rows of longer sequences a tensor [B, rows, ...] holds: whole chunks, by their numbers, in rising order.
 
-    length: int
+    lengths: rows of a chunk, one number for all B sequences or one for each. Rows behind a shorter one's chunks are nowhere.
+    """
+
+    lengths: tuple[int, ...]
     chunks: tuple[int, ...]
 
     @property
     def rows(self) -> int:
-        """How many rows the tensor holds."""
-        return self.length * len(self.chunks)
+        """How many rows the tensor holds of each sequence."""
+        return max(self.lengths) * len(self.chunks)
 
     def positions(self, device: torch.device) -> Tensor:
-        """Position of every row in the whole sequence, int64 [rows], rising."""
-        starts = torch.tensor(self.chunks, device=device) * self.length
-        return (starts[:, None] + torch.arange(self.length, device=device)).flatten()
+        """Position of every row in its sequence, int64 [1 or B, rows], rising; beyond every sequence when it is nowhere."""
+        row = torch.arange(self.rows, device=device)
+        length = torch.tensor(self.lengths, device=device)[:, None]
+        chunk = row // length.clamp(min=1)
+        starts = torch.tensor((*self.chunks, 0), device=device)[chunk.clamp(max=len(self.chunks))]
+        position = starts * length + row % length.clamp(min=1)
+        return position.masked_fill(row >= len(self.chunks) * length, _NOWHERE)
 
-    def position(self, row: int) -> int:
-        """Position of one row."""
-        return self.chunks[row // self.length] * self.length + row % self.length
+    def first_behind(self, keys: "Placement", key: int) -> int:
+        """First row that lies at or behind row `key` of `keys` in any of the sequences."""
+        return min(
+            self._before(length, keys._position(length, key)) for length in set(self.lengths)
+        )
 
-    def before(self, position: int) -> int:
-        """How many of the rows lie before this position of the whole sequence."""
-        return sum(min(max(position - c * self.length, 0), self.length) for c in self.chunks)
+    def _position(self, length: int, row: int) -> int:
+        """Position of a row in a sequence whose chunks have this length."""
+        if row >= length * len(self.chunks):
+            return _NOWHERE
+        return self.chunks[row // length] * length + row % length
+
+    def _before(self, length: int, position: int) -> int:
+        """How many rows of a sequence lie before a position of it; all of the tensor's when all of the sequence's do."""
+        found = sum(min(max(position - c * length, 0), length) for c in self.chunks)
+        return found if found < length * len(self.chunks) else self.rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

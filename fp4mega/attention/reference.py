@@ -103,18 +103,10 @@ def backward(
 
     dout [B,S,H,Dv], dlse [B,H,S] or None; `inputs` are q, k, v where `policy.saves_input`, otherwise None.
     """
-    call = Call(problem, policy, side)
-    q, k, v = call.restore(saved.tensors, inputs)
-    out, upstream = call.enter_rows(saved.out), call.enter_rows(dout)
-    lse = call.enter_lse(saved.lse, math.inf)
-    gradient_of_lse = None if dlse is None else call.enter_lse(dlse, 0.0)
-    statistics = saved.tensors[-1] if policy.backward == "represented" else None
     with full_precision(dout.device):
-        do = represent("do", policy.operands["do"], upstream, call.dtype, side.rounding_key)
-        q_grad, k_grad = (_for_gradient(f"{n}_bwd", x, call) for n, x in (("q", q), ("k", k)))
-        rows = BackwardRows(call, q, q_grad, do, out, lse, gradient_of_lse, statistics)
-        if policy.backward == "centered":
-            rows.center(call, k, v)
+        call, rows, (k, k_grad, v) = start_backward(
+            dout, dlse, saved, inputs, side, problem, policy
+        )
         dk, dv = rows.differentiate(call, k, k_grad, v)
         dq, dsink = rows.finish(call)
     return (
@@ -123,6 +115,30 @@ def backward(
         call.leave_keys(dv.to(problem.dtype)),
         None if dsink is None else dsink.to(statistics_dtype(problem.dtype)),
     )
+
+
+def start_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    saved: Saved,
+    inputs: tuple[Tensor | None, Tensor | None, Tensor | None],
+    side: SideInputs,
+    problem: AttentionProblem,
+    policy: AttentionPolicy,
+) -> tuple[Call, BackwardRows, tuple[Tensor, Tensor, Tensor]]:
+    """What `backward` starts from: rows whose r is known, and represented k, k as dQ sees it, and v; arguments as there."""
+    call = Call(problem, policy, side)
+    q, k, v = call.restore(saved.tensors, inputs)
+    out, upstream = call.enter_rows(saved.out), call.enter_rows(dout)
+    lse = call.enter_lse(saved.lse, math.inf)
+    gradient_of_lse = None if dlse is None else call.enter_lse(dlse, 0.0)
+    statistics = saved.tensors[-1] if policy.backward == "represented" else None
+    do = represent("do", policy.operands["do"], upstream, call.dtype, side.rounding_key)
+    q_grad, k_grad = (_for_gradient(f"{n}_bwd", x, call) for n, x in (("q", q), ("k", k)))
+    rows = BackwardRows(call, q, q_grad, do, out, lse, gradient_of_lse, statistics)
+    if policy.backward == "centered":
+        rows.center(call, k, v)
+    return call, rows, (k, k_grad, v)
 
 
 def _for_gradient(name: str, x: Tensor, call: Call) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp4mega.attention.policy import AttentionPolicy, DirectP
 from fp4mega.attention.represent import represent_probabilities
-from fp4mega.formats import E2M1, round_to
+from fp4mega.formats import E2M1, quotient, round_to
 
 LOG2E = math.log2(math.e)
 _MX_BLOCK = 32
@@ -77,7 +77,7 @@ def direct_p_codes(z: Tensor, rule: DirectP) -> Tensor:
         line = torch.where(pair % rule.exact_every == 0, torch.exp2(x), line)
     codes = round_to(line, E2M1)
     alpha = torch.where(byte == 0, 0.0, torch.exp2(byte - rule.floor - 127))
-    return (alpha * (codes / 6)).flatten(-2)[..., :keys]
+    return (alpha * quotient(codes, E2M1.max)).flatten(-2)[..., :keys]
 
 
 def sample_order(keys: int, samples: int, device: torch.device) -> Tensor:

@@ -121,18 +121,24 @@ class BackwardRows:
     ) -> tuple[Tensor, Tensor]:
         """These rows' part of dk [B,T,G,D] and dv [B,T,G,Dv], and on to dq. Keys in the order of the forward."""
         policy, ops, key = call.policy, call.policy.operands, call.side.rounding_key
-        k, k_grad, v = (x.permute(0, 2, 1, 3) for x in (k, k_grad, v))
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        for tile, start, end, row, p in self._probabilities(call, k):
-            dp = _fold_t(self.do[..., row:, :], v[:, :, start:end])
-            ds = represent_score_gradient(
-                ops["ds"], p * (dp - self.r[..., row:, None]), policy.tile_m, key, tile=tile
-            )
+        k_grad = k_grad.permute(0, 2, 1, 3)
+        dk, dv = torch.zeros_like(k.permute(0, 2, 1, 3)), torch.zeros_like(v.permute(0, 2, 1, 3))
+        for tile, start, end, row, p, ds in self.score_gradients(call, k, v):
+            ds = represent_score_gradient(ops["ds"], ds, policy.tile_m, key, tile=tile)
             p = represent_probabilities("p_bwd", ops["p_bwd"], p, policy.p_exponent, key, tile=tile)
             dv[:, :, start:end] = _reduce_rows(p, self.do[..., row:, :])
             dk[:, :, start:end] = _reduce_rows(ds, self.q_grad[..., row:, :])
             self.dq[..., row:, :] += _fold(ds, k_grad[:, :, start:end])
         return (dk * call.problem.softmax_scale).permute(0, 2, 1, 3), dv.permute(0, 2, 1, 3)
+
+    def score_gradients(
+        self, call: Call, k: Tensor, v: Tensor
+    ) -> Iterator[tuple[int, int, int, int, Tensor, Tensor]]:
+        """(tile, start, end, first row, P, dS) of each key tile, both [B,G,R,rows,keys] and not rounded yet; keys as in `differentiate`."""
+        k, v = k.permute(0, 2, 1, 3), v.permute(0, 2, 1, 3)
+        for tile, start, end, row, p in self._probabilities(call, k):
+            dp = _fold_t(self.do[..., row:, :], v[:, :, start:end])
+            yield tile, start, end, row, p, p * (dp - self.r[..., row:, None])
 
     def finish(self, call: Call) -> tuple[Tensor, Tensor | None]:
         """dq [B,S,H,D] in the accumulator dtype; dsink [H] of these rows, or None without a sink."""

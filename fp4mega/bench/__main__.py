@@ -1,4 +1,4 @@
-"""`python -m fp4mega.bench accuracy [--device cuda] [--write docs/numerics.md]` or `attention [--shapes ...] [--out folder]`."""
+"""`python -m fp4mega.bench accuracy [--device cuda] [--write docs/numerics.md]`, `attention [--shapes ...] [--peers ...] [--csv file]`, `accumulation [--seqlen 32768] [--out folder]`, `bias [--draws 64] [--input file]` or `model [--shapes ...] [--schedules]`."""
 
 import argparse
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from fp4mega.bench import attention
+from fp4mega.bench import accumulation, bias, command, model
 from fp4mega.bench.accuracy import check_markers, tables, write_between_markers
 
 
@@ -18,17 +18,35 @@ def main(arguments: list[str] | None = None) -> int:
     accuracy.add_argument("--device", default="cpu", help="torch device, default cpu")
     accuracy.add_argument("--write", type=Path, help="document whose accuracy section is replaced")
     speed = commands.add_parser("attention", help="speed of the GPU kernels beside torch's own")
-    speed.add_argument(
-        "--shapes", nargs="+", default=attention.DEFAULT_SHAPES, help="B,H/G,S,D or ...:causal"
+    command.add_arguments(speed)
+    sums = commands.add_parser("accumulation", help="what the accumulator of FP8 products costs")
+    sums.add_argument("--seqlen", type=int, default=32768, help="length summed over, default 32768")
+    sums.add_argument("--dim", type=int, default=128, help="head dim, default 128")
+    sums.add_argument("--rows", type=int, default=512, help="rows of each result, default 512")
+    sums.add_argument(
+        "--means", nargs="+", type=float, default=accumulation.DEFAULT_MEANS, help="of the inputs"
     )
-    speed.add_argument("--policies", nargs="+", default=attention.DEFAULT_POLICIES)
-    speed.add_argument("--backends", nargs="+", default=("triton",))
-    speed.add_argument(
-        "--peers", nargs="*", default=tuple(attention.PEERS), choices=tuple(attention.PEERS)
+    sums.add_argument(
+        "--intervals", nargs="+", type=int, default=accumulation.DEFAULT_INTERVALS,
+        help="steps between two levels",
+    )  # fmt: skip
+    sums.add_argument("--out", type=Path, help="folder for accumulation.csv and accumulation.md")
+    drawn = commands.add_parser("bias", help="bias and noise of the gradient of each backward rule")
+    drawn.add_argument("--policies", nargs="+", default=bias.DEFAULT_POLICIES)
+    drawn.add_argument("--draws", type=int, default=64, help="rounding draws, default 64")
+    drawn.add_argument(
+        "--seqlen", type=int, default=512, help="of the batch made here, default 512"
     )
-    speed.add_argument("--repeats", type=int, default=30, help="timed calls, default 30")
-    speed.add_argument("--out", type=Path, help="folder for attention.csv and attention.md")
+    drawn.add_argument("--device", default="cpu", help="torch device, default cpu")
+    drawn.add_argument("--input", type=Path, help="batch to use: torch.save of q, k, v, dout")
+    drawn.add_argument("--out", type=Path, help="file that the table is written to as well")
+    predicted = commands.add_parser("model", help="speed on a GB200, predicted without one")
+    model.add_arguments(predicted)
     options = parser.parse_args(arguments)
+    if options.command == "model":
+        return model.main(predicted, options)
+    if options.command == "bias":
+        return _bias(parser, options)
     if options.command == "accuracy":
         try:
             torch.empty(0, device=options.device)
@@ -41,16 +59,48 @@ def main(arguments: list[str] | None = None) -> int:
         if options.write:
             write_between_markers(options.write, text)
         return 0
-    rows = attention.run(
-        shapes=options.shapes,
-        policies=options.policies,
-        backends=options.backends,
-        peers=options.peers,
-        repeats=options.repeats,
+    if options.command == "accumulation":
+        return _accumulation(parser, options)
+    return command.main(speed, options)
+
+
+def _accumulation(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    try:
+        accumulation.check(options.seqlen, options.dim, options.rows, options.intervals)
+    except ValueError as error:
+        parser.error(str(error))
+    if not torch.cuda.is_available():
+        parser.error("accumulation measures a GPU's matrix unit: no CUDA device")
+    rows = accumulation.run(
+        seqlen=options.seqlen,
+        dim=options.dim,
+        rows=options.rows,
+        means=options.means,
+        intervals=options.intervals,
     )
-    sys.stdout.write(attention.markdown(rows) + "\n")
+    capability = "".join(map(str, torch.cuda.get_device_capability()))
+    heading = f"{torch.cuda.get_device_name()} (sm_{capability}), S {options.seqlen}, D {options.dim}, {options.rows} rows, torch {torch.__version__}"
+    sys.stdout.write(f"{heading}\n\n{accumulation.markdown(rows)}\n")
     if options.out:
-        attention.write(rows, options.out)
+        accumulation.write(rows, options.out)
+    return 0
+
+
+def _bias(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    try:
+        torch.empty(0, device=options.device)
+        batch = (
+            bias.make_batch(seqlen=options.seqlen, device=options.device)
+            if options.input is None
+            else bias.load_batch(options.input, options.device)
+        )
+        rows = bias.run(options.policies, batch, options.draws)
+    except (RuntimeError, AssertionError, OSError, ValueError) as error:
+        parser.error(str(error).splitlines()[0])
+    text = bias.markdown(rows, options.draws)
+    sys.stdout.write(text + "\n")
+    if options.out:
+        options.out.write_text(text + "\n")
     return 0
 
 

@@ -22,6 +22,7 @@ from fp4mega.formats.scales import (
     nvfp4_block_scale,
     nvfp4_global_scale,
     power_of_two_scale,
+    quotient,
 )
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "power_of_two_scale",
     "qtensor_spec",
     "quantize",
+    "quotient",
     "round_to",
     "to_tcgen05",
     "unpack_nibbles",

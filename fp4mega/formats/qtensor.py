@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fp4mega.formats.blocks import Format, get_format
 from fp4mega.formats.elements import E2M1, check_float, decode
+from fp4mega.formats.scales import quotient
 
 
 def normalize_axis(axis: int, ndim: int, what: str = "axis") -> int:
@@ -79,7 +80,7 @@ def values_of(
     assert scale is not None
     if format.scale_rule == "amplitude":
         # In this order scale * q cannot overflow, and q / 6 is the only rounding.
-        return q.div_(E2M1.max).mul_(scale)
+        return quotient(q, E2M1.max).mul_(scale)
     return q.mul_(scale)
 
 

@@ -47,6 +47,11 @@ def mx_scale(amax: Tensor, rule: ScaleRule) -> Tensor:
     return codes.masked_fill_(~amax.isfinite(), E8M0.nan_code)
 
 
+def quotient(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor, rounded once on every device: CUDA takes a Python number's reciprocal and multiplies, which rounds twice."""
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
+
+
 def nvfp4_global_scale(amax: Tensor) -> Tensor:
     """s_enc = 448 * 6 / amax as float32, amax's shape: the scope's largest magnitude reaches 6 in a block of scale 448.
 
@@ -59,7 +64,8 @@ def nvfp4_global_scale(amax: Tensor) -> Tensor:
 
 def nvfp4_block_scale(block_amax: Tensor, global_scale: Tensor) -> Tensor:
     """E4M3 codes (uint8) of min(448, amax / 6 * s_enc), to nearest even. NaN where the block or its scope is not finite."""
-    target = (block_amax / E2M1.max * global_scale.to(block_amax.dtype)).clamp_(max=E4M3.max)
+    target = quotient(block_amax, E2M1.max).mul_(global_scale.to(block_amax.dtype))
+    target.clamp_(max=E4M3.max)
     target.masked_fill_(~block_amax.isfinite(), torch.nan)
     return codes_of(round_on_grid(target, E4M3, saturate=False), E4M3)
 

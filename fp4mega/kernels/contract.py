@@ -42,6 +42,8 @@ class Backend(Protocol):
     """How attention is computed. Same policy, same answer on every backend within the rounding rule."""
 
     name: str
+    has_backward: bool
+    """False where `backward` always raises. `auto` takes such a backend only for policies that serve inference."""
 
     def explain(
         self, problem: AttentionProblem, policy: AttentionPolicy, device: torch.device

@@ -12,6 +12,7 @@ import torch
 from fp4mega.attention.policy import AttentionPolicy
 from fp4mega.attention.problem import AttentionProblem
 from fp4mega.kernels.contract import Backend
+from fp4mega.kernels.cute import CuteSm100Backend
 from fp4mega.kernels.reference import ReferenceBackend
 from fp4mega.kernels.triton import TritonBackend
 
@@ -19,7 +20,11 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 
-_FASTEST_FIRST: tuple[Backend, ...] = (TritonBackend(), ReferenceBackend())
+_FASTEST_FIRST: tuple[Backend, ...] = (
+    CuteSm100Backend(),
+    TritonBackend(),
+    ReferenceBackend(),
+)
 
 _logged: set[tuple[str, str]] = set()
 
@@ -45,13 +50,16 @@ def select_backend(
 ) -> Backend:
     """The backend of that name, or with `auto` the fastest one that can run this problem.
 
-    Raises ValueError for an unknown name, and NotImplementedError with every backend's reason when the one asked for, or
-    with `auto` any, cannot run. The choice is logged once for each (backend, policy).
+    A backend without a backward is left out by `auto` unless the policy serves inference (Direct-P): a forward is chosen
+    before anyone knows whether a gradient follows. Raises ValueError for an unknown name, and NotImplementedError with every
+    backend's reason when the one asked for, or with `auto` any, cannot run. The choice is logged once for each (backend, policy).
     """
     candidates = _FASTEST_FIRST if name == AUTO else (get_backend(name),)
     reasons: dict[str, str] = {}
     for backend in candidates:
         reason = backend.explain(problem, policy, device)
+        if name == AUTO and reason is None and not (backend.has_backward or policy.direct_p):
+            reason = f"it has no backward; ask for it by name: backend={backend.name!r}"
         if reason is None:
             _log_choice(backend, policy, device, reasons)
             return backend

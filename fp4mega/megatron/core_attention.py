@@ -38,7 +38,8 @@ from fp4mega.megatron.masks import (
     packed_arguments,
     window_from_config,
 )
-from fp4mega.megatron.probing import probe_forward
+from fp4mega.megatron.padding import put_back, rows_that_count
+from fp4mega.megatron.probing import probe_forward, watch_backward
 from fp4mega.megatron.rounding import RoundingKeys
 from fp4mega.megatron.support import (
     check_backend,
@@ -46,6 +47,7 @@ from fp4mega.megatron.support import (
     check_context_parallel,
     check_head_dims,
     check_policy,
+    explain_latent_training,
 )
 from fp4mega.ops import attention_func
 from fp4mega.parallel import backend_of, context_parallel_attention
@@ -131,15 +133,6 @@ class Fp4CoreAttention(MegatronModule):
                 if config.multi_latent_attention
                 else divide(config.num_query_groups, self.tp_group.size())
             )
-            check_backend(
-                backend_of(self.exchange, backend) if self.cp_size > 1 else backend,
-                self.policy,
-                config,
-                num_heads=self.num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                head_dim_v=head_dim_v,
-            )
             if self.cp_size > 1:
                 check_context_parallel(
                     self.exchange,
@@ -149,12 +142,23 @@ class Fp4CoreAttention(MegatronModule):
                     num_heads=self.num_heads,
                     num_kv_heads=num_kv_heads,
                 )
+            by_heads = self.cp_size if self.exchange == "a2a" else 1
+            check_backend(
+                backend_of(self.exchange, backend) if self.cp_size > 1 else backend,
+                self.policy,
+                config,
+                num_heads=self.num_heads // by_heads,
+                num_kv_heads=num_kv_heads // by_heads,
+                head_dim=head_dim,
+                head_dim_v=head_dim_v,
+            )
         self.backend = backend
+        self._wrong_in_training = explain_latent_training(config, self.tp_group.size())
         self.rounding = self._rounding_keys(rounding_seed)
         self._make_sink()
 
         self.last_probe: dict[str, float] | None = None
-        self._probe_armed = False
+        self._probe_armed = self._watch_armed = False
 
     def _rounding_keys(self, seed: int) -> RoundingKeys | None:
         if not self.policy.stochastic_operands:
@@ -200,9 +204,12 @@ class Fp4CoreAttention(MegatronModule):
         """Attention of query [S, B, H, D], key [T, B, G, D], value [T, B, G, Dv] -> [S, B, H * Dv].
 
         With `packed_seq_params` the inputs are [t, H, D], [t, G, D], [t, G, Dv] and the result is [t, H * Dv].
+        Padding between them has output 0 and gradient 0.
         `attn_mask_type` overrides that of the layer; `fp4mega.megatron.masks` says what each type does with
         `attention_mask`. Inputs may have any strides.
         """
+        if self.training and self._wrong_in_training is not None:
+            raise NotImplementedError(self._wrong_in_training)
         if attention_bias is not None:
             raise NotImplementedError(
                 f"attention_bias of shape {tuple(attention_bias.shape)}: Fp4CoreAttention adds nothing to the scores; "
@@ -220,13 +227,18 @@ class Fp4CoreAttention(MegatronModule):
                 raise ValueError(f"{name}.shape={tuple(x.shape)}: expected {layout}")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         if self.cp_size > 1:
+            group = self.cp_group or parallel_state.get_context_parallel_group()
             arguments = context_parallel_arguments(
-                mask_type, attention_mask, packed_seq_params, self.window
+                mask_type, attention_mask, packed_seq_params, self.window, group
             )
-            return self._over_ranks(query, key, value, arguments)
+            return self._over_ranks(query, key, value, group, arguments)
+        rows = None
         if packed_seq_params is not None:
             arguments = packed_arguments(packed_seq_params, mask_type, attention_mask, self.window)
-            q, k, v = (x.unsqueeze(0) for x in (query, key, value))
+            rows = rows_that_count(packed_seq_params, "q", query.shape[0])
+            keys = rows_that_count(packed_seq_params, "kv", key.shape[0])
+            q = (query if rows is None else query[rows]).unsqueeze(0)
+            k, v = ((x if keys is None else x[keys]).unsqueeze(0) for x in (key, value))
         else:
             arguments = mask_arguments(
                 mask_type,
@@ -246,17 +258,30 @@ class Fp4CoreAttention(MegatronModule):
             self._probe_armed = False
             self.last_probe = probe_forward(q, k, v, policy=self.policy, **arguments)
         out_BSHD = attention_func(q, k, v, policy=self.policy, backend=self.backend, **arguments)
+        # Under recomputation the first forward has no gradient; the one that has is watched.
+        if self._watch_armed and self.last_probe is not None and out_BSHD.requires_grad:
+            self._watch_armed = False
+            watch_backward(out_BSHD, q, k, v, into=self.last_probe, policy=self.policy, **arguments)
         if packed:
-            return out_BSHD[0].flatten(-2)
+            out = out_BSHD[0].flatten(-2)
+            return out if rows is None else put_back(out, rows, query.shape[0])
         return out_BSHD.transpose(0, 1).flatten(-2)
 
     def _over_ranks(
-        self, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        group: torch.distributed.ProcessGroup,
+        arguments: dict[str, Any],
     ) -> Tensor:
-        """As `forward`, each rank of the context-parallel group with its two chunks of the sequence."""
-        group = self.cp_group or parallel_state.get_context_parallel_group()
+        """As `forward`, each rank of the context-parallel group with its two chunks of every sequence."""
+        packed = query.ndim == 3
+        q, k, v = (x.unsqueeze(0) if packed else x.transpose(0, 1) for x in (query, key, value))
         out_BSHD, _ = context_parallel_attention(
-            *(x.transpose(0, 1) for x in (query, key, value)),
+            q,
+            k,
+            v,
             group=group,
             exchange=self.exchange,
             policy=self.policy,
@@ -265,7 +290,7 @@ class Fp4CoreAttention(MegatronModule):
             backend=self.backend,
             **arguments,
         )
-        return out_BSHD.transpose(0, 1).flatten(-2)
+        return out_BSHD[0].flatten(-2) if packed else out_BSHD.transpose(0, 1).flatten(-2)
 
     def _rounding_key(self, device: torch.device) -> Tensor | None:
         if self.rounding is None:
@@ -275,13 +300,13 @@ class Fp4CoreAttention(MegatronModule):
         )
 
     def request_probe(self) -> None:
-        """Measure the next training forward into `last_probe`. Raises NotImplementedError under context parallelism."""
+        """Measure the next training forward and its backward into `last_probe`. Raises NotImplementedError under context parallelism."""
         if self.cp_size > 1:
             raise NotImplementedError(
                 f"probe with context_parallel_size={self.cp_size}: it looks at whole rows of P, of which a rank has no keys; "
                 "allowed: 1"
             )
-        self._probe_armed = True
+        self._probe_armed = self._watch_armed = True
 
     def sharded_state_dict(
         self,

@@ -11,7 +11,7 @@
 | arbitrary            | refused                | the mask alone                                            |
 
 A window of the configuration narrows all of these. Packed sequences (`thd`) take causal or nothing from the mask
-type and the rest from their cumulative lengths. Under context parallelism neither they nor masks are taken.
+type and the rest from their cumulative lengths. Under context parallelism masks are not taken.
 """
 
 from typing import Any
@@ -98,20 +98,58 @@ def context_parallel_arguments(
     attention_mask: Tensor | tuple[Tensor, Tensor] | None,
     packed: PackedSeqParams | None,
     window: Window | None,
+    group: torch.distributed.ProcessGroup,
 ) -> dict[str, Any]:
-    """`causal` and `window` of `context_parallel_attention`: both are about the whole sequence, of which a rank holds two chunks."""
-    if packed is not None:
-        raise NotImplementedError(
-            "packed_seq_params under context parallelism: every packed sequence would be cut into chunks and have scales of its "
-            "own over the ranks, which is not written; allowed: None"
-        )
+    """`causal`, `window` and the cumulative lengths of `context_parallel_attention`; all are about whole sequences.
+
+    group: the layer's context-parallel group, which cuts each packed sequence into chunks.
+    """
     given = attention_mask is not None and mask_type != AttnMaskType.no_mask
     if mask_type == AttnMaskType.arbitrary or given:
         raise NotImplementedError(
             f"attn_mask_type={mask_type.name} with attention_mask={'a tensor' if given else 'None'} under context parallelism: "
             "ranks exchange keys, not masks; allowed: causal or no mask, with attention_mask=None"
         )
-    return {"causal": _CAUSAL[mask_type] != "none", "window": window}
+    arguments: dict[str, Any] = {"causal": _CAUSAL[mask_type] != "none", "window": window}
+    return arguments if packed is None else arguments | _packed_over_ranks(packed, group)
+
+
+def _packed_over_ranks(
+    packed: PackedSeqParams, group: torch.distributed.ProcessGroup
+) -> dict[str, Tensor | None]:
+    """`cu_seqlens` and `cu_seqlens_padded`: Megatron's are those of all ranks together."""
+    if packed.qkv_format != "thd":
+        raise NotImplementedError(
+            f"packed_seq_params.qkv_format={packed.qkv_format!r}: allowed: thd"
+        )
+    ranks = group.size()
+    if packed.cp_group not in (None, group) or packed.local_cp_size not in (None, ranks):
+        raise NotImplementedError(
+            f"packed_seq_params.local_cp_size={packed.local_cp_size} with a context-parallel group of the micro-batch's own: "
+            f"allowed: the group of the layer, of {ranks} ranks, or None"
+        )
+    # Later Megatrons can cut a sequence otherwise.
+    mode = getattr(packed, "cp_partition_mode", None) or "zigzag"
+    if mode != "zigzag":
+        raise NotImplementedError(f"packed_seq_params.cp_partition_mode={mode!r}: allowed: zigzag")
+    for name in ("cu_seqlens", "cu_seqlens_padded"):
+        q, kv = (
+            getattr(packed, name.replace("cu_seqlens", f"cu_seqlens_{x}")) for x in ("q", "kv")
+        )
+        if q is None and kv is None and name == "cu_seqlens":
+            raise ValueError(
+                "packed_seq_params.cu_seqlens_q=None: expected int32 [number of sequences + 1]"
+            )
+        if q is not kv and (q is None or kv is None or not torch.equal(q, kv)):
+            raise NotImplementedError(
+                f"packed_seq_params.{name.replace('cu_seqlens', 'cu_seqlens_kv')} differs from that of q: under context "
+                "parallelism a rank holds the same chunks of queries and keys"
+            )
+    padded = packed.cu_seqlens_q_padded
+    return {
+        "cu_seqlens": packed.cu_seqlens_q.to(torch.int32),
+        "cu_seqlens_padded": None if padded is None else padded.to(torch.int32),
+    }
 
 
 def packed_arguments(
@@ -120,7 +158,7 @@ def packed_arguments(
     attention_mask: Tensor | tuple[Tensor, Tensor] | None,
     window: Window | None,
 ) -> dict[str, Any]:
-    """`causal`, `window` and the cumulative lengths of `attention_func` for packed [t, H, D] input."""
+    """`causal`, `window` and the cumulative lengths of `attention_func` for packed [t, H, D] input without padding."""
     if packed.qkv_format != "thd":
         raise NotImplementedError(
             f"packed_seq_params.qkv_format={packed.qkv_format!r}: allowed: thd"
@@ -137,16 +175,9 @@ def packed_arguments(
             "attention_mask=None"
         )
     for name in ("q", "kv"):
-        lengths = getattr(packed, f"cu_seqlens_{name}")
-        padded = getattr(packed, f"cu_seqlens_{name}_padded")
-        if lengths is None:
+        if getattr(packed, f"cu_seqlens_{name}") is None:
             raise ValueError(
                 f"packed_seq_params.cu_seqlens_{name}=None: expected int32 [number of sequences + 1]"
-            )
-        if padded is not None and padded is not lengths and not torch.equal(padded, lengths):
-            raise NotImplementedError(
-                f"packed_seq_params.cu_seqlens_{name}_padded differs from cu_seqlens_{name}: padding between packed "
-                "sequences would be attended to and would enter the quantization scales; pack without it"
             )
     return {
         "causal": _CAUSAL[mask_type],

@@ -4,6 +4,8 @@ Every setting of Megatron's `TransformerConfig` that asks attention for somethin
 `Fp4CoreAttention` or refused here with the reason; none is dropped silently.
 """
 
+from importlib.util import find_spec
+
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
@@ -39,6 +41,11 @@ def check_config(
     if cp_size != config.context_parallel_size:
         raise ValueError(
             f"context_parallel_size={config.context_parallel_size}: the context-parallel group of this layer has {cp_size} ranks"
+        )
+    mode = getattr(config, "cp_partition_mode", None) or "zigzag"  # later Megatrons have another
+    if cp_size > 1 and mode != "zigzag":
+        raise NotImplementedError(
+            f"cp_partition_mode={mode!r} with context_parallel_size={cp_size}: allowed: zigzag"
         )
     if cp_size > 1 and attention_type == "cross":
         raise NotImplementedError(
@@ -79,6 +86,24 @@ def check_head_dims(head_dim: int, head_dim_v: int) -> None:
     for name, value in (("head dim of query and key", head_dim), ("head dim of value", head_dim_v)):
         if value > MAX_HEAD_DIM:
             raise NotImplementedError(f"{name} = {value}: allowed: 1 to {MAX_HEAD_DIM}")
+
+
+def explain_latent_training(config: TransformerConfig, tensor_ranks: int) -> str | None:
+    """Why multi-latent attention over tensor-parallel ranks would train on wrong gradients; None when it would not.
+
+    The rotary part of the key is one for all heads, so its gradient is a sum over the heads of all ranks. Megatron sums it
+    only where a Transformer Engine linear makes it under sequence parallelism (NVIDIA/Megatron-LM issue 1699).
+    """
+    if not config.multi_latent_attention or tensor_ranks == 1:
+        return None
+    if config.sequence_parallel and find_spec("transformer_engine") is not None:
+        return None
+    return (
+        f"multi_latent_attention=True with tensor_model_parallel_size={tensor_ranks} and sequence_parallel="
+        f"{config.sequence_parallel}: this Megatron does not sum the gradient of the key's rotary part over tensor-parallel "
+        "ranks (NVIDIA/Megatron-LM issue 1699), whatever the core attention, so that every weight below it gets a wrong "
+        "gradient; allowed in training: tensor_model_parallel_size=1, or sequence_parallel=True with Transformer Engine's layers"
+    )
 
 
 def check_policy(policy: AttentionPolicy, *, allow_divergent_pv: bool) -> None:

@@ -1,6 +1,7 @@
 """`context_parallel_attention`: attention over a sequence that a group of ranks holds in zigzag chunks.
 
-Dims: n ranks, L = S / n rows a rank, H query heads, G kv heads, D head dim of q and k, Dv of v.
+Dims: n ranks, L = S / n rows a rank, H query heads, G kv heads, D head dim of q and k, Dv of v, N packed sequences. Inside,
+packed sequences are a dense batch of N, as on one rank; `Layout` moves rows there.
 
 Nothing that is rounded depends on n: scales that span rows come from the group's largest magnitudes, block scales lie inside
 a chunk, and under `all_gather` key tiles are those of the whole sequence. docs/context_parallel.md says what is equal to what.
@@ -23,9 +24,11 @@ from fp4mega.ops import attention_func
 from fp4mega.ops.checks import check_side_inputs, check_tensors
 from fp4mega.parallel.checks import ExchangeName, explain_exchange
 from fp4mega.parallel.exchange import AllGather, Exchange, Ring
+from fp4mega.parallel.layout import Layout
 from fp4mega.parallel.operands import Published, group_amax, restore
+from fp4mega.parallel.packed import PackedZigzag
 from fp4mega.parallel.ulysses import to_heads, to_rows
-from fp4mega.parallel.zigzag import placement_of
+from fp4mega.parallel.zigzag import Zigzag
 
 DEFAULT_POLICY = "nvfp4_qk_fp8_pv"
 Window = tuple[int | None, int | None]
@@ -42,6 +45,8 @@ def context_parallel_attention(
     causal: bool = False,
     softmax_scale: float | None = None,
     window: Window | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_padded: Tensor | None = None,
     sink: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -52,6 +57,10 @@ def context_parallel_attention(
         H / n heads (Ulysses), in q's dtype.
     causal: False, or True for query i to see keys up to i of the whole sequence.
     window: (left, right) keys beside the diagonal of the whole sequence; None is no limit.
+    cu_seqlens: int32 [N + 1], cumulative lengths of N packed sequences, those of the whole group and the same on every rank; B is
+        then 1. A rank holds chunks r and 2n - 1 - r of each sequence, one sequence after another.
+    cu_seqlens_padded: int32 [N + 1], the same with the padding at the end of each sequence, which makes its length a multiple
+        of 2n; None when there is none. Padding is seen by nobody and has output 0, lse -inf and gradient 0.
     sink: [H], as in `attention_func`, the same on every rank; its gradient on a rank is that rank's share, to be summed.
     backend: as in `attention_func` for `a2a`; the others run on the reference.
 
@@ -70,65 +79,116 @@ def context_parallel_attention(
         )
     if not isinstance(causal, bool):
         raise ValueError(f"causal={causal!r}: allowed: False, True")
-    policy, ranks = get_policy(policy), group.size()
-    reason = explain_exchange(
-        exchange,
-        policy,
-        ranks=ranks,
-        backend=backend,
-        num_heads=q.shape[2],
-        num_kv_heads=k.shape[2],
-        seqlen=q.shape[1] * ranks,
-    )
-    if reason is not None:
-        raise NotImplementedError(reason)
+    policy = get_policy(policy)
+    layout = _layout(q, group, cu_seqlens, cu_seqlens_padded)
+    wholes = {layout.ranks * q.shape[1]} if isinstance(layout, Zigzag) else set(layout.padded)
+    for seqlen in sorted(wholes):
+        reason = explain_exchange(
+            exchange,
+            policy,
+            ranks=layout.ranks,
+            backend=backend,
+            num_heads=q.shape[2],
+            num_kv_heads=k.shape[2],
+            seqlen=seqlen,
+        )
+        if reason is not None:
+            raise NotImplementedError(reason)
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     if exchange == "a2a":
-        out, lse = attention_func(
-            *(to_heads(x, group) for x in (q, k, v)),
+        return _whole_heads(
+            q,
+            k,
+            v,
+            sink,
+            group,
+            layout,
             policy=policy,
             causal=causal,
-            softmax_scale=softmax_scale,
+            softmax_scale=scale,
             window=window,
-            sink=None if sink is None else sink.chunk(ranks)[group.rank()],
             backend=backend,
-            return_lse=True,
         )
-        lse_rows = to_rows(lse.transpose(1, 2)[..., None], group)[..., 0].transpose(1, 2)
-        return to_rows(out, group), lse_rows
+
+    def dense(x: Tensor) -> tuple[int, ...]:
+        return (layout.batch, layout.rows, *x.shape[2:])
+
     problem = AttentionProblem.of(
-        (q.shape, k.shape, v.shape),
+        (dense(q), dense(k), dense(v)),
         q.dtype,
         side,
-        softmax_scale=q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
+        softmax_scale=scale,
         causal="top_left" if causal else "none",
         window=(None, None) if window is None else window,
     )
-    return _BytesExchanged.apply(q, k, v, sink, _Job(group, exchange, problem, policy))
+    return _BytesExchanged.apply(q, k, v, sink, _Job(group, exchange, layout, problem, policy))
+
+
+def _layout(
+    q: Tensor, group: dist.ProcessGroup, cu_seqlens: Tensor | None, padded: Tensor | None
+) -> Zigzag | PackedZigzag:
+    if cu_seqlens is not None and q.shape[0] != 1:
+        raise ValueError(
+            f"q.shape={tuple(q.shape)}: packed sequences have a batch of 1, not {q.shape[0]}"
+        )
+    if cu_seqlens is None:
+        if padded is not None:
+            raise ValueError("cu_seqlens=None: cu_seqlens_padded needs cu_seqlens beside it")
+        return Zigzag(group.size(), q.shape[0], q.shape[1])
+    return PackedZigzag.of(
+        cu_seqlens, padded, ranks=group.size(), rank=group.rank(), tokens=q.shape[1]
+    )
+
+
+def _whole_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    group: dist.ProcessGroup,
+    layout: Zigzag | PackedZigzag,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """`a2a`: ordinary attention on whole sequences of this rank's share of the heads, between two exchanges."""
+    if isinstance(layout, PackedZigzag):
+        longest = max(layout.tokens)
+        options |= {"cu_seqlens_q": layout.cu_seqlens, "cu_seqlens_k": layout.cu_seqlens}
+        options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    out, lse = attention_func(
+        *(to_heads(x, group, layout) for x in (q, k, v)),
+        sink=None if sink is None else sink.chunk(layout.ranks)[group.rank()],
+        return_lse=True,
+        **options,
+    )
+    lse_rows = to_rows(lse.transpose(1, 2)[..., None], group, layout, -math.inf)
+    return to_rows(out, group, layout), lse_rows[..., 0].transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What is not a tensor of one call. `problem` is that of this rank's rows on its own keys."""
+    """What is not a tensor of one call. `problem` is that of this rank's rows on its own keys, as a dense batch."""
 
     group: dist.ProcessGroup
     exchange: ExchangeName
+    layout: Layout
     problem: AttentionProblem
     policy: AttentionPolicy
 
     def meeting(self) -> Exchange:
-        return Ring(self.group) if self.exchange == "p2p" else AllGather(self.group)
+        return (Ring if self.exchange == "p2p" else AllGather)(self.group, self.layout)
 
     def call(self, side: SideInputs, keys: Placement) -> Call:
         """This rank's rows on keys that lie at `keys`."""
-        rows = placement_of(self.group.rank(), self.group.size(), self.problem.seqlen_q)
+        rows = self.layout.placement(self.group.rank())
         problem = replace(self.problem, seqlen_k=keys.rows)
-        return Call(problem, self.policy, side, rows=rows, keys=keys)
+        call = Call(problem, self.policy, side, rows=rows, keys=keys)
+        lengths = self.layout.lengths
+        call.mask = replace(call.mask, lengths_q=lengths, lengths_k=lengths)
+        return call
 
     def own(self, side: SideInputs) -> Call:
         """This rank's rows on its own keys: for what does not depend on keys."""
-        return self.call(
-            side, placement_of(self.group.rank(), self.group.size(), self.problem.seqlen_k)
-        )
+        return self.call(side, self.layout.placement(self.group.rank()))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         p = self.problem
@@ -168,12 +228,13 @@ class _BytesExchanged(torch.autograd.Function):
 def _forward(
     job: _Job, side: SideInputs, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    policy, call = job.policy, job.own(side)
-    named = [(name, policy.operands[name], x) for name, x in (("q", q), ("k", k), ("v", v))]
+    policy, layout, call = job.policy, job.layout, job.own(side)
+    entered = {"q": layout.enter(q), "k": layout.enter(k), "v": layout.enter(v)}
     if policy.backward_v == "v_bwd":
-        named.append(("v_bwd", policy.operands["v_bwd"], v))
+        entered["v_bwd"] = entered["v"]
+    named = [(name, policy.operands[name], x) for name, x in entered.items()]
     amax = group_amax(named, call.dtype, job.group)
-    published = {name: Published.of(name, operand, x, amax) for name, operand, x in named}
+    published = {name: Published.of(name, operand, x, amax, layout) for name, operand, x in named}
     rows = ForwardRows(published["q"].values(call.dtype), call.groups)
 
     def attend(keys: Placement, values: list[Tensor]) -> list[Tensor]:
@@ -184,8 +245,18 @@ def _forward(
     out, lse, statistics = rows.finish(call)
     tensors = [t for name in ("q", "k", policy.backward_v) for t in published[name].tensors]
     if policy.backward == "represented":
-        tensors.append(statistics)
-    return out.to(q.dtype), call.leave_lse(lse), tensors
+        tensors.append(layout.squeeze(_rows_first(statistics)))
+    lse_rows = layout.leave(call.leave_lse(lse).transpose(1, 2), -math.inf).transpose(1, 2)
+    return layout.leave(out.to(q.dtype)), lse_rows.contiguous(), tensors
+
+
+def _rows_first(statistics: Tensor) -> Tensor:
+    """m and L [2, N, G, H / G, R] as [N, R, 2, G, H / G]."""
+    return statistics.movedim((1, 4), (0, 1))
+
+
+def _rows_last(rows: Tensor) -> Tensor:
+    return rows.movedim((0, 1), (1, 4))
 
 
 def _backward(
@@ -197,10 +268,19 @@ def _backward(
     lse: Tensor,
     tensors: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    policy, call, dtype = job.policy, job.own(side), job.problem.dtype
+    policy, layout, call, dtype = job.policy, job.layout, job.own(side), job.problem.dtype
     ops, shapes = policy.operands, job.shapes()
     names = {"q": "q", "k": "k", "v": policy.backward_v}
-    published = {n: restore(names[n], ops[names[n]], tensors, shapes[n]) for n in SAVED_OPERANDS}
+    published = {
+        n: restore(names[n], ops[names[n]], tensors, shapes[n], layout) for n in SAVED_OPERANDS
+    }
+    statistics = None
+    if policy.backward == "represented":
+        rows_first = (layout.batch, layout.rows, 2, job.problem.num_kv_heads, call.groups)
+        statistics = _rows_last(layout.spread(tensors[-1], rows_first))
+    dout, out = layout.enter(dout), layout.enter(out)
+    lse = layout.enter(lse.transpose(1, 2), math.inf).transpose(1, 2)
+    dlse = layout.enter(dlse.transpose(1, 2)).transpose(1, 2)
     q, own_k = (published[n].values(call.dtype) for n in ("q", "k"))
     amax = group_amax(
         [("do", ops["do"], dout), ("q_bwd", ops["q_bwd"], q), ("k_bwd", ops["k_bwd"], own_k)],
@@ -219,7 +299,7 @@ def _backward(
         out,
         call.enter_lse(lse, math.inf),
         call.enter_lse(dlse, 0.0),
-        tensors[-1] if policy.backward == "represented" else None,
+        statistics,
     )
     meeting, travelling = job.meeting(), [published["k"], published["v"]]
     if policy.backward == "centered":
@@ -238,4 +318,4 @@ def _backward(
     dq, dsink = rows.finish(call)
     if dsink is not None and side.sink is not None:
         dsink = dsink.to(side.sink.dtype)
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype), dsink
+    return layout.leave(dq.to(dtype)), dk.to(dtype), dv.to(dtype), dsink

@@ -7,6 +7,11 @@ from fp4mega.formats import get_format
 
 ExchangeName = Literal["all_gather", "p2p", "a2a"]
 EXCHANGES: tuple[ExchangeName, ...] = ("all_gather", "p2p", "a2a")
+TWO_LEVELS_REASON = (
+    "two levels of groups, heads exchanged inside a node and keys around nodes, are not written; allowed: "
+    + ", ".join(EXCHANGES)
+)
+"""Why `a2a+p2p`, which Megatron has, is refused."""
 
 _BYTES_BACKENDS = ("auto", "reference")
 _ALONG_KEYS = ("v", "v_bwd")
@@ -33,10 +38,7 @@ def explain_exchange(
     on one that is None is not asked.
     """
     if exchange == "a2a+p2p":
-        return (
-            "cp_comm_type='a2a+p2p': two levels of groups, heads exchanged inside a node and keys around nodes, are not "
-            f"written; allowed: {', '.join(EXCHANGES)}"
-        )
+        return f"cp_comm_type='a2a+p2p': {TWO_LEVELS_REASON}"
     if exchange not in EXCHANGES:
         return f"cp_comm_type={exchange!r}: allowed: {', '.join(EXCHANGES)}"
     if seqlen is not None and seqlen % (2 * ranks):

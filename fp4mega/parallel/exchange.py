@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp4mega.attention.problem import Placement
+from fp4mega.parallel.layout import Layout
 from fp4mega.parallel.operands import Published, pack, unpack
-from fp4mega.parallel.zigzag import placement_of, to_ranks, to_sequence, whole_placement
 
 Body = Callable[[Placement, list[Tensor]], list[Tensor]]
 
@@ -24,9 +24,9 @@ class Exchange(Protocol):
     def visit(self, published: list[Published], dtype: torch.dtype, body: Body) -> list[Tensor]:
         """Call body(placement, values) until it has met all keys of the group.
 
-        published: this rank's K, V or both, [B, L, G, D]. values: the same operands of a block of keys in `dtype`. The body
-        returns gradients of the block, [B, keys, G, D] each, or nothing; the sums over the group for this rank's keys come
-        back.
+        published: this rank's K, V or both. values: the same operands of a block of keys in `dtype`, [N, keys, G, D]. The body
+        returns gradients of the block, of the same shapes, or nothing; the sums over the group for this rank's keys come
+        back, in the caller's layout.
         """
         ...
 
@@ -34,17 +34,23 @@ class Exchange(Protocol):
 class AllGather:
     """One block, the whole sequence in its order: every key tile is the one that a single rank would see."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.ranks = group, group.size()
+    def __init__(self, group: dist.ProcessGroup, layout: Layout) -> None:
+        self.group, self.layout = group, layout
 
     def visit(self, published: list[Published], dtype: torch.dtype, body: Body) -> list[Tensor]:
+        layout = self.layout
         message = pack(published)
-        gathered = [torch.empty_like(message) for _ in range(self.ranks)]
+        gathered = [torch.empty_like(message) for _ in range(layout.ranks)]
         dist.all_gather(gathered, message, group=self.group)
-        by_rank = [[p.values(dtype) for p in unpack(m, published)] for m in gathered]
-        values = [to_sequence(torch.stack(parts)) for parts in zip(*by_rank, strict=True)]
-        rows = published[0].shape[1]
-        parts = [to_ranks(g, self.ranks) for g in body(whole_placement(self.ranks, rows), values)]
+        by_rank = [
+            [layout.squeeze(p.values(dtype)) for p in unpack(m, published)] for m in gathered
+        ]
+        values = [
+            layout.enter_whole(layout.assemble(torch.stack(parts)))
+            for parts in zip(*by_rank, strict=True)
+        ]
+        gradients = body(layout.whole(), values)
+        parts = [layout.distribute(layout.leave_whole(g)) for g in gradients]
         if not parts:
             return []
         outgoing = torch.cat([part.flatten(1) for part in parts], dim=1)
@@ -57,11 +63,11 @@ class AllGather:
 class Ring:
     """As many blocks as ranks, this rank's own first, then its left neighbour's; gradients travel behind their keys."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.rank, self.ranks = group, group.rank(), group.size()
+    def __init__(self, group: dist.ProcessGroup, layout: Layout) -> None:
+        self.group, self.layout = group, layout
+        self.rank, self.ranks = group.rank(), group.size()
 
     def visit(self, published: list[Published], dtype: torch.dtype, body: Body) -> list[Tensor]:
-        rows = published[0].shape[1]
         message = pack(published)
         sums: Tensor | None = None
         shapes: list[torch.Size] = []
@@ -70,7 +76,7 @@ class Ring:
             transfer = self._send(message) if step + 1 < self.ranks else None
             source = (self.rank - step) % self.ranks
             values = [p.values(dtype) for p in unpack(message, published)]
-            parts = body(placement_of(source, self.ranks, rows), values)
+            parts = [self.layout.squeeze(g) for g in body(self.layout.placement(source), values)]
             if parts:
                 shapes = [part.shape for part in parts]
                 flat = torch.cat([part.flatten() for part in parts])

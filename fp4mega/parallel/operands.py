@@ -1,7 +1,7 @@
 """Operands of which a rank holds a part: scales taken over the whole group, bytes that travel and are saved."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp4mega.attention.operand import Operand
 from fp4mega.attention.represent import decode_operand, encode_operand, operand_spec, scope_amax
+from fp4mega.parallel.layout import Layout
 
 Named = tuple[str, Operand, Tensor]
 
@@ -36,27 +37,36 @@ def group_amax(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Published:
-    """One operand of some rows: the bytes of `encode_operand`, or the values themselves where nothing is quantized."""
+    """One operand of some rows: the bytes of `encode_operand`, or the values themselves where nothing is quantized.
+
+    tensors: without the rows that the dense batch has and the rank does not, as `Layout.squeeze` leaves them. shape: of that batch.
+    """
 
     name: str
     operand: Operand
     tensors: tuple[Tensor, ...]
     shape: tuple[int, ...]
+    layout: Layout
 
     @classmethod
-    def of(cls, name: str, operand: Operand, x: Tensor, amax: dict[str, Tensor]) -> "Published":
-        """x [B, rows, heads, dim] as `operand` says, with the group's largest magnitudes."""
+    def of(
+        cls, name: str, operand: Operand, x: Tensor, amax: dict[str, Tensor], layout: Layout
+    ) -> "Published":
+        """x [N, rows, heads, dim] as `operand` says, with the group's largest magnitudes."""
         if operand.quantized:
             tensors = encode_operand(name, operand, x, None, amax=amax.get(name)).tensors()
         else:
             tensors = (x.to(torch.bfloat16) if operand.format == "bf16" else x,)
-        return cls(name, operand, tensors, tuple(x.shape))
+        kept = tuple(layout.squeeze(t) for t in tensors)
+        return cls(name, operand, kept, tuple(x.shape), layout)
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """The represented values in `dtype`."""
+        """The represented values in `dtype`, a dense batch."""
         if not self.operand.quantized:
-            return self.tensors[0].to(dtype)
-        return decode_operand(self.name, self.operand, list(self.tensors), self.shape, dtype)
+            return self.layout.spread(self.tensors[0], self.shape).to(dtype)
+        shapes = [shape for shape, _ in operand_spec(self.name, self.operand, self.shape)]
+        dense = [self.layout.spread(t, s) for t, s in zip(self.tensors, shapes, strict=True)]
+        return decode_operand(self.name, self.operand, dense, self.shape, dtype)
 
     @property
     def own(self) -> tuple[Tensor, ...]:
@@ -70,17 +80,17 @@ class Published:
     def replaced(self, own: list[Tensor]) -> "Published":
         """The same operand of another rank, from that rank's `own`."""
         shared = self.tensors[-1:] if self._shares_scale else ()
-        return Published(self.name, self.operand, (*own, *shared), self.shape)
+        return replace(self, tensors=(*own, *shared))
 
 
 def restore(
-    name: str, operand: Operand, tensors: list[Tensor], shape: tuple[int, ...]
+    name: str, operand: Operand, tensors: list[Tensor], shape: tuple[int, ...], layout: Layout
 ) -> Published:
     """Take an operand's tensors off the front of a list of saved ones."""
     count = len(operand_spec(name, operand, shape)) if operand.quantized else 1
     taken = tuple(tensors[:count])
     del tensors[:count]
-    return Published(name, operand, taken, shape)
+    return Published(name, operand, taken, shape, layout)
 
 
 def pack(published: list[Published]) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4mega.parallel.zigzag import to_ranks, to_sequence
+from fp4mega.parallel.layout import Layout
 
 
 class _AllToAll(torch.autograd.Function):
@@ -28,13 +28,13 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(gradient, ctx.group), None
 
 
-def to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, L, H, D] of this rank's rows to [B, S, H / n, D] of its heads, in the order of the sequence."""
-    by_head = x.unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3, 4)
-    return to_sequence(_AllToAll.apply(by_head, group))
+def to_heads(x: Tensor, group: dist.ProcessGroup, layout: Layout) -> Tensor:
+    """[B, L, H, D] of this rank's rows to [B, S, H / n, D] of its heads: whole sequences, without padding."""
+    by_head = x.unflatten(2, (layout.ranks, -1)).permute(2, 0, 1, 3, 4)
+    return layout.assemble(_AllToAll.apply(by_head, group))
 
 
-def to_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Inverse of `to_heads`: [B, S, H / n, D] to [B, L, H, D]."""
-    received = _AllToAll.apply(to_ranks(x, group.size()), group)
+def to_rows(x: Tensor, group: dist.ProcessGroup, layout: Layout, fill: float = 0.0) -> Tensor:
+    """Inverse of `to_heads`: [B, S, H / n, D] to [B, L, H, D], `fill` in padding."""
+    received = _AllToAll.apply(layout.distribute(x, fill), group)
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -4,6 +4,8 @@ Early chunks see few keys under a causal mask and late ones many; a pair of one 
 Dims: n ranks, L = S / n rows a rank, S the whole sequence.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -15,14 +17,45 @@ def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
     return rank, 2 * ranks - 1 - rank
 
 
-def placement_of(rank: int, ranks: int, rows: int) -> Placement:
-    """Where the `rows` rows of a rank lie in the whole sequence."""
-    return Placement(rows // 2, chunks_of(rank, ranks))
+@dataclass(frozen=True, slots=True)
+class Zigzag:
+    """A batch of sequences of one length, of which this rank holds `rows` rows each; a `Layout`."""
 
+    ranks: int
+    batch: int
+    rows: int
 
-def whole_placement(ranks: int, rows: int) -> Placement:
-    """The whole sequence, of which every rank holds `rows` rows."""
-    return Placement(rows // 2, tuple(range(2 * ranks)))
+    lengths = None
+
+    def placement(self, rank: int) -> Placement:
+        return Placement((self.rows // 2,), chunks_of(rank, self.ranks))
+
+    def whole(self) -> Placement:
+        return Placement((self.rows // 2,), tuple(range(2 * self.ranks)))
+
+    def enter(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        return x
+
+    def leave(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        return x
+
+    def enter_whole(self, x: Tensor) -> Tensor:
+        return x
+
+    def leave_whole(self, x: Tensor) -> Tensor:
+        return x
+
+    def squeeze(self, x: Tensor) -> Tensor:
+        return x
+
+    def spread(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return x
+
+    def assemble(self, parts: Tensor) -> Tensor:
+        return to_sequence(parts)
+
+    def distribute(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        return to_ranks(x, self.ranks)
 
 
 def to_sequence(parts: Tensor) -> Tensor:

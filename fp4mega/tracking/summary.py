@@ -173,7 +173,7 @@ def compare_runs(
                 speed_ratio=speeds[i] / speeds[0]
                 if run.hardware == runs[0].hardware and speeds[0] > 0
                 else None,
-                first_nonfinite=_first_nonfinite(run),
+                first_nonfinite=first_nonfinite(run),
             )
         )
     return Comparison(
@@ -280,7 +280,8 @@ def _speed(run: Run) -> float:
     return float(np.median(speed[min(SPEED_WARMUP_EVENTS, len(speed) // 2) :]))
 
 
-def _first_nonfinite(run: Run) -> int | None:
+def first_nonfinite(run: Run) -> int | None:
+    """First step with a loss or a gradient norm that is not finite; None when all are."""
     series = [
         run.series("train", "loss"),
         run.series("train", "grad_norm"),

@@ -7,12 +7,14 @@ from fp4mega.attention.problem import AttentionProblem
 from fp4mega.kernels import select_backend
 from fp4mega.parallel import backend_of
 from fp4mega.train.recipe import Recipe, RecipeError
-from fp4mega.train.validate import EXCHANGE, layer_policies
+from fp4mega.train.validate import layer_policies
 
 
 def attention_problem(recipe: Recipe, layer: int) -> AttentionProblem:
     """What one process asks of attention in a layer (from 0) at each micro-batch of training."""
-    model, train = recipe.model, recipe.train
+    model, train, parallel = recipe.model, recipe.train, recipe.parallel
+    # By `a2a` a context-parallel process too computes whole sequences of a part of the heads.
+    cut = parallel.tensor * (parallel.context if parallel.cp_comm_type == "a2a" else 1)
     skip = model.window_attn_skip_freq
     windowed = model.window_size is not None and (skip is None or (layer + 1) % skip != 0)
     left, right = model.window_size if windowed and model.window_size else (-1, -1)
@@ -20,8 +22,8 @@ def attention_problem(recipe: Recipe, layer: int) -> AttentionProblem:
         batch=train.micro_batch_size,
         seqlen_q=train.seq_length,
         seqlen_k=train.seq_length,
-        num_heads=model.num_attention_heads // recipe.parallel.tensor,
-        num_kv_heads=max(1, model.num_query_groups // recipe.parallel.tensor),
+        num_heads=model.num_attention_heads // cut,
+        num_kv_heads=max(1, model.num_query_groups // cut),
         head_dim=model.kv_channels,
         head_dim_v=model.kv_channels,
         dtype=torch.bfloat16 if train.precision == "bf16" else torch.float32,
@@ -34,8 +36,8 @@ def attention_problem(recipe: Recipe, layer: int) -> AttentionProblem:
 
 def asked_backend(recipe: Recipe) -> str:
     """`attention.backend`, or what `auto` is where context-parallel processes exchange bytes."""
-    asked = recipe.attention.backend
-    return backend_of(EXCHANGE, asked) if recipe.parallel.context > 1 else asked
+    asked, parallel = recipe.attention.backend, recipe.parallel
+    return backend_of(parallel.cp_comm_type, asked) if parallel.context > 1 else asked
 
 
 def layer_backends(recipe: Recipe, device: torch.device) -> list[dict[str, int | str]]:

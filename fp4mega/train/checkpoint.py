@@ -1,8 +1,11 @@
 """Checkpoints of a run: written whole or not at all, refused when they belong to another experiment.
 
 `checkpoints/iter_0000100/` holds Megatron's distributed checkpoint (model, optimizer, schedule, random generators) and
-`checkpoint.json` (step, recipe, fingerprints). It is written under a temporary name, flushed to the disk and renamed, then
-`checkpoints/latest` names it, and only then are older ones removed. A folder under a temporary name is never loaded.
+`checkpoint.json` (step, recipe, fingerprints). It is written under a temporary name that no other save ever had, flushed to
+the disk and renamed, then `checkpoints/latest` names it, and only then are older ones removed. A folder under a temporary
+name is never loaded. The name is new each time because what a killed run left behind may still be writing into the old one.
+
+Saving here makes training wait; `fp4mega.train.async_saves` writes in the background, between the same beginning and end.
 """
 
 import json
@@ -10,11 +13,12 @@ import os
 import queue
 import random
 import re
+import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,6 +28,9 @@ from fp4mega.train.model import Training
 from fp4mega.train.optimizer_state import allocate_state, load_state
 from fp4mega.train.recipe import Recipe, RecipeError
 from fp4mega.train.schema import show
+from fp4mega.train.writer_process import noticing_dead_workers
+
+T = TypeVar("T")
 
 META = "checkpoint.json"
 LATEST = "latest"
@@ -43,9 +50,11 @@ _MAY_CHANGE = (
     "train.log_interval",
     "train.eval_",
     "train.save_interval",
+    "train.async_save",
     "train.keep_checkpoints",
     "train.recompute",
     "train.resume",
+    "train.max_seconds",
     "train.timeout_minutes",
     "tracking.",
 )
@@ -190,7 +199,8 @@ def _unwrapped(chunk: Any) -> Any:
     return chunk
 
 
-def _sharded_state(training: Training, *, loading: bool, with_rng: bool = True) -> dict[str, Any]:
+def sharded_state(training: Training, *, loading: bool, with_rng: bool = True) -> dict[str, Any]:
+    """Everything a checkpoint holds, as Megatron's map from this process's parts to the whole. Collective."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
@@ -263,6 +273,76 @@ def _free_space(folder: Path) -> str:
         return f"the folder cannot be looked at: {error}"
 
 
+def _in_first_process(work: Callable[[], T]) -> T:
+    """What `work` returned in the first process, in all of them; its error is an error in all of them. Collective."""
+    told: list[Any] = [None, None]
+    failure: Exception | None = None
+    if torch.distributed.get_rank() == 0:
+        try:
+            told[0] = work()
+        except Exception as error:
+            failure = error
+            told[1] = f"{type(error).__name__}: {error}"
+    torch.distributed.broadcast_object_list(told, src=0)
+    if failure is not None:
+        raise failure
+    if told[1] is not None:
+        raise RuntimeError(f"rank 0: {told[1]}")
+    return cast(T, told[0])
+
+
+def begin_checkpoint(folder: Path, step: int) -> Path:
+    """Make the empty folder that a step's checkpoint is written into, and remove what earlier lives left. Collective."""
+
+    def make() -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder)
+        temporary = folder / f"{folder_name(step)}.{secrets.token_hex(4)}.tmp"
+        temporary.mkdir()
+        return temporary
+
+    return _in_first_process(make)
+
+
+def publish_checkpoint(temporary: Path, step: int, recipe: Recipe, data_fingerprint: str) -> Path:
+    """Describe the checkpoint that every process has written, and give it its name, which is returned. Collective."""
+
+    def publish() -> Path:
+        meta = {
+            "schema": SCHEMA,
+            "step": step,
+            "consumed_samples": step * recipe.train.global_batch_size,
+            "policy": recipe.attention.policy,
+            "recipe_digest": recipe.digest,
+            "data_fingerprint": data_fingerprint,
+            "recipe": recipe.as_dict(),
+        }
+        (temporary / META).write_text(json.dumps(meta, indent=2) + "\n")
+        return _publish(temporary, step, recipe.train.keep_checkpoints)
+
+    return _in_first_process(publish)
+
+
+def failed_save(
+    error: BaseException, folder: Path, step: int, temporary: Path | None
+) -> CheckpointError:
+    """The error of a save, which says what is still good. Removes what was written."""
+    if temporary is not None and torch.distributed.get_rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+    good = newest_checkpoint(folder)
+    remaining = (
+        f"the newest good checkpoint is {good.path}" if good else "there is no earlier checkpoint"
+    )
+    if isinstance(error, CheckpointException) and not error.failures:
+        told = "a process could not write its part; rank 0 says which and why"
+    else:
+        cause = _root_cause(error)
+        told = f"{type(cause).__name__}: {cause}"
+    return CheckpointError(
+        f"could not save step {step} to {folder / folder_name(step)}: {told} ({_free_space(folder)}); {remaining}"
+    )
+
+
 def save_checkpoint(
     folder: Path, step: int, training: Training, recipe: Recipe, data_fingerprint: str
 ) -> Path:
@@ -272,69 +352,46 @@ def save_checkpoint(
     """
     from megatron.core import dist_checkpointing
 
-    final = folder / folder_name(step)
-    temporary = folder / f"{final.name}.tmp"
-    first = torch.distributed.get_rank() == 0
+    temporary = None
     try:
-        if first:
-            folder.mkdir(parents=True, exist_ok=True)
-            for leftover in folder.glob("*.tmp"):
-                shutil.rmtree(leftover)
-            temporary.mkdir()
-        torch.distributed.barrier()
+        temporary = begin_checkpoint(folder, step)
         _write_in_this_process()
-        dist_checkpointing.save(_sharded_state(training, loading=False), str(temporary))
+        with noticing_dead_workers():
+            dist_checkpointing.save(sharded_state(training, loading=False), str(temporary))
         torch.distributed.barrier()
-        if first:
-            meta = {
-                "schema": SCHEMA,
-                "step": step,
-                "consumed_samples": step * recipe.train.global_batch_size,
-                "policy": recipe.attention.policy,
-                "recipe_digest": recipe.digest,
-                "data_fingerprint": data_fingerprint,
-                "recipe": recipe.as_dict(),
-            }
-            (temporary / META).write_text(json.dumps(meta, indent=2) + "\n")
-            _publish(folder, temporary, final, recipe.train.keep_checkpoints)
-        torch.distributed.barrier()
+        return publish_checkpoint(temporary, step, recipe, data_fingerprint)
     except (
         Exception,
         CheckpointException,
     ) as error:  # Megatron's writer wraps what went wrong in errors of several kinds
-        if first:
-            shutil.rmtree(temporary, ignore_errors=True)
-        good = newest_checkpoint(folder)
-        remaining = (
-            f"the newest good checkpoint is {good.path}"
-            if good
-            else "there is no earlier checkpoint"
-        )
-        cause = _root_cause(error)
-        raise CheckpointError(
-            f"could not save step {step} to {final}: {type(cause).__name__}: {cause} ({_free_space(folder)}); {remaining}"
-        ) from error
-    return final
+        raise failed_save(error, folder, step, temporary) from error
 
 
-def _publish(folder: Path, temporary: Path, final: Path, keep: int) -> None:
+def _remove_leftovers(folder: Path) -> None:
+    """Remove folders under temporary names, as far as nobody is writing into them: a later save tries again."""
+    for leftover in folder.glob("*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _publish(temporary: Path, step: int, keep: int) -> Path:
     """Give the complete checkpoint its name, point `latest` at it, and remove those that are no longer wanted."""
+    folder = temporary.parent
+    final = folder / folder_name(step)
     _flush(temporary)
     if final.exists():  # of an earlier life of the run, which went on beyond its resumption
-        final.rename(folder / f"{final.name}.old.tmp")
+        final.rename(folder / f"{temporary.name}.old.tmp")
     temporary.rename(final)
     pointer = folder / f"{LATEST}.new"
     pointer.write_text(final.name + "\n")
     pointer.replace(folder / LATEST)
     _flush(folder)
-    step = int(_NAME.fullmatch(final.name)[1])  # type: ignore[index]
     complete = list_checkpoints(folder)
     kept = {c.path for c in [c for c in complete if c.step <= step][-keep:]}
     for checkpoint in complete:
         if checkpoint.path not in kept:
             shutil.rmtree(checkpoint.path)
-    for leftover in folder.glob("*.tmp"):
-        shutil.rmtree(leftover)
+    _remove_leftovers(folder)
+    return final
 
 
 def load_checkpoint(checkpoint: Checkpoint, training: Training, recipe: Recipe) -> int:
@@ -353,7 +410,7 @@ def load_checkpoint(checkpoint: Checkpoint, training: Training, recipe: Recipe) 
         allocate_state(training.optimizer)
         with torch.no_grad():
             state = dist_checkpointing.load(
-                _sharded_state(training, loading=True, with_rng=same_layout),
+                sharded_state(training, loading=True, with_rng=same_layout),
                 str(checkpoint.path),
                 strict=StrictHandling.RAISE_UNEXPECTED,
             )

@@ -196,6 +196,11 @@ def _equal_everywhere(gathered: list[Any], mine: Any, group: Any = None) -> None
     gathered[:] = [mine] * len(gathered)
 
 
+def _one_by_one(messages: list[Any]) -> list[Any]:
+    """Sends and receives without asking the device's backend whether it takes several at once: the meta device has none."""
+    return [p.op(p.tensor, p.peer, group=p.group) for p in messages]
+
+
 @contextmanager
 def _without_transformer_engine() -> Iterator[None]:
     """Megatron's own modules, where Transformer Engine is installed too: its own run on a GPU only."""
@@ -238,6 +243,7 @@ def imagined_process(recipe: Recipe, rank: int, world_size: int) -> Iterator[Met
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_replaced(torch.distributed, "new_group", without_peers))
         stack.enter_context(_replaced(torch.distributed, "all_gather_object", _equal_everywhere))
+        stack.enter_context(_replaced(torch.distributed, "batch_isend_irecv", _one_by_one))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         # The meta device has no autocast, not even one to turn off.
         stack.enter_context(_replaced(torch, "autocast", lambda *args, **kwargs: nullcontext()))

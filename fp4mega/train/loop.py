@@ -4,12 +4,14 @@ import math
 import signal
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fp4mega.megatron import adapted_to_cpu, arm_probes, set_rounding_step
 from fp4mega.tracking import Tracker, WandbSettings, build_manifest
+from fp4mega.train.async_saves import AsyncSaves
 from fp4mega.train.backends import layer_backends
 from fp4mega.train.checkpoint import (
     check_data,
@@ -37,7 +39,7 @@ from fp4mega.train.model import build_training, check_installed, initial_fingerp
 from fp4mega.train.probes import gather_probes
 from fp4mega.train.recipe import Recipe, RecipeError
 from fp4mega.train.run_dir import Start, find_start
-from fp4mega.train.signals import StopRequest
+from fp4mega.train.signals import TIME_LIMIT, StopRequest
 from fp4mega.train.step import StepResult, evaluate, train_step
 from fp4mega.train.throughput import flops_per_token, peak_tflops
 from fp4mega.train.validate import parameter_count, validate
@@ -49,6 +51,8 @@ class TrainingError(RuntimeError):
 
 def run(recipe: Recipe, launch: Launch) -> int:
     """Train the recipe in this process and return the exit code: 0, or 128 + the signal that asked to stop.
+
+    0 too when `train.max_seconds` ended it: the next call goes on.
 
     Raises RecipeError before any process group for what is wrong with the recipe, the data or the run's
     folder, TrainingError when the loss or a gradient is not finite, CheckpointError when a checkpoint cannot be
@@ -114,7 +118,7 @@ class _Run:
             load_checkpoint(start.checkpoint, self.training, recipe)
         self.flops = flops_per_token(recipe.model, recipe.train.seq_length)
         self.peak = peak_tflops(launch.device_name, recipe.train.precision)
-        self.saved_step = start.step
+        self.saves = AsyncSaves(start.checkpoints, recipe, self.data_fingerprint)
         self.tracker: Tracker | None = None
 
     def train(self) -> int:
@@ -124,15 +128,21 @@ class _Run:
             self.recipe.run_name, steps, self.start.step, enabled=self.launch.is_first
         ) as self.console:
             self._greet()
-            with self._open_tracker(), StopRequest() as request:
+            limit = self.recipe.train.max_seconds
+            with self._open_tracker(), StopRequest(limit) as request, self.saves:
                 stop = self._loop_or_name_lost_ranks(request)
+                reason = (
+                    "train.max_seconds"
+                    if stop == TIME_LIMIT
+                    else signal.Signals(stop).name
+                    if stop
+                    else ""
+                )
                 if stop and self.tracker is not None:
-                    self.tracker.close("terminated", reason=signal.Signals(stop).name)
-            ending = (
-                f"stopped by {signal.Signals(stop).name} after a whole step" if stop else "finished"
-            )
+                    self.tracker.close("terminated", reason=reason)
+            ending = f"stopped by {reason} after a whole step" if stop else "finished"
             self.console.say(f"{ending}: {self.start.folder}")
-        return 128 + stop if stop else 0
+        return 128 + stop if stop not in (0, TIME_LIMIT) else 0
 
     def _greet(self) -> None:
         recipe, start = self.recipe, self.start
@@ -193,6 +203,7 @@ class _Run:
                 arm_probes(self.training.chunks)
             set_rounding_step(self.training.chunks, step)
             began = time.perf_counter()
+            request.check_time()
             result = train_step(
                 self.training, self.recipe, self.batches, step - 1, self.device, request
             )
@@ -200,6 +211,8 @@ class _Run:
             stop = result.stop if step < train.steps else 0
             finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
             last = step == train.steps or bool(stop)
+            saving = train.save_interval is not None and (_due(step, train.save_interval) or last)
+            self._finish_save(wait=saving or not finite)
             if _due(step, train.log_interval) or last or not finite:
                 self._log_step(step, result, spent / (step - logged))
                 spent, logged = 0.0, step
@@ -214,8 +227,10 @@ class _Run:
             due = _due(step, train.eval_interval) or step == train.steps
             if self.valid is not None and due and not stop:
                 self._evaluate(step)
-            if train.save_interval is not None and (_due(step, train.save_interval) or last):
+            if saving:
                 self._save(step)
+                if last:
+                    self._finish_save(wait=True)
             if stop:
                 return stop
         return 0
@@ -258,9 +273,22 @@ class _Run:
             )
 
     def _save(self, step: int) -> None:
+        """Save, or begin to, when the one before is done."""
+        if self.recipe.train.async_save:
+            self.saves.start(step, self.training)
+            return
         path = save_checkpoint(
             self.start.checkpoints, step, self.training, self.recipe, self.data_fingerprint
         )
+        self._saved(step, path)
+
+    def _finish_save(self, *, wait: bool) -> None:
+        """Publish a checkpoint that was written in the background, if it is done; with `wait` when it is."""
+        published = self.saves.finish(wait=wait)
+        if published is not None:
+            self._saved(*published)
+
+    def _saved(self, step: int, path: Path) -> None:
         self._log("checkpoint", step, path=str(path.relative_to(self.start.folder)))
         self.console.say(f"step {step}: saved {path}")
 

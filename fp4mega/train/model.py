@@ -72,12 +72,16 @@ def transformer_config(recipe: Recipe, device: torch.device) -> Any:
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
         context_parallel_size=parallel.context,
+        cp_comm_type=parallel.cp_comm_type,
         expert_model_parallel_size=parallel.expert,
         sequence_parallel=parallel.sequence,
         calculate_per_token_loss=True,
         # On the CPU weights are drawn whole and then cut, so a model starts the same however it is cut.
         use_cpu_initialization=not on_gpu,
-        batch_p2p_comm=on_gpu,
+        # Interleaved stages on two ranks send activations and gradients between the same pair at once. A batch of sends and
+        # receives would pair them by position, one for the other; the overlapped form has a channel for each direction.
+        overlap_p2p_comm=parallel.virtual_pipeline is not None,
+        batch_p2p_comm=on_gpu and parallel.virtual_pipeline is None,
         # Megatron's fusions are torch.compile'd functions: on a CPU compiling them costs more than they save.
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,

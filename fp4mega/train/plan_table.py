@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fp4mega.attention import AttentionProblem, get_policy
 from fp4mega.train.backends import attention_problem
 from fp4mega.train.plan import Plan, attention_saves
-from fp4mega.train.recipe import Recipe, RecipeError
+from fp4mega.train.recipe import ParallelSection, Recipe, RecipeError
 from fp4mega.train.validate import describe, layer_policies, parameter_count
 
 
@@ -103,7 +103,7 @@ def _attention_lines(recipe: Recipe) -> Iterator[str]:
         Counter()
     )  # policy and shape of the problem, to the number of its layers
     for layer, name in enumerate(layer_policies(recipe)):
-        saved[name, _share(attention_problem(recipe, layer), recipe.parallel.context)] += 1
+        saved[name, _share(attention_problem(recipe, layer), recipe.parallel)] += 1
     for (name, problem), count in saved.items():
         size = attention_saves(problem, get_policy(name))
         plain = attention_saves(problem, get_policy("bf16"))
@@ -118,8 +118,9 @@ def _attention_lines(recipe: Recipe) -> Iterator[str]:
             )
 
 
-def _share(problem: AttentionProblem, ranks: int) -> AttentionProblem:
-    """What one context-parallel process keeps of a sequence."""
+def _share(problem: AttentionProblem, parallel: ParallelSection) -> AttentionProblem:
+    """What one context-parallel process keeps of a sequence: its rows, or by `a2a` all rows of its heads."""
+    ranks = 1 if parallel.cp_comm_type == "a2a" else parallel.context
     return replace(problem, seqlen_q=problem.seqlen_q // ranks, seqlen_k=problem.seqlen_k // ranks)
 
 

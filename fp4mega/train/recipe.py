@@ -34,6 +34,7 @@ from fp4mega.attention.policy import (
     list_policies,
 )
 from fp4mega.attention.problem import MAX_HEAD_DIM
+from fp4mega.parallel import TWO_LEVELS_REASON, ExchangeName
 from fp4mega.train.schema import (
     RecipeError,
     Section,
@@ -72,6 +73,13 @@ def _blend(value: Any) -> Any:
     if len(set(value)) != len(value):
         raise ValueError("a prefix appears twice; write {prefix: weight} to weigh it more")
     return tuple(value)
+
+
+def _one_level(value: Any) -> Any:
+    """Megatron's other exchange is refused with the reason, not as an unknown word."""
+    if value == "a2a+p2p":
+        raise ValueError(TWO_LEVELS_REASON)
+    return value
 
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -297,6 +305,10 @@ class ParallelSection(Section):
     context: PositiveInt = Field(
         default=1, description="Context-parallel processes (sequence split)"
     )
+    cp_comm_type: Annotated[ExchangeName, BeforeValidator(_one_level)] = Field(
+        default="all_gather",
+        description="How context-parallel processes meet each other's keys: `all_gather` and `p2p` (a ring) send K and V quantized, `a2a` whole heads (docs/context_parallel.md)",
+    )
     expert: PositiveInt = Field(default=1, description="Expert-parallel processes")
     sequence: bool = Field(
         default=False,
@@ -484,6 +496,10 @@ class TrainSection(Section):
     save_interval: PositiveInt | None = Field(
         default=None, description="Updates between two checkpoints; null: none, not even at the end"
     )
+    async_save: bool = Field(
+        default=False,
+        description="Write checkpoints in processes of their own while training goes on; one counts when all have written",
+    )
     keep_checkpoints: PositiveInt = Field(default=2, description="Newest checkpoints that are kept")
     recompute: Literal["none", "core_attn", "full"] = Field(
         default="none", description="Activations computed again in backward"
@@ -492,10 +508,22 @@ class TrainSection(Section):
         default=True,
         description="Start from the newest good checkpoint in the run's folder, if any",
     )
+    max_seconds: Positive | None = Field(
+        default=None,
+        description="End the run, with a checkpoint and exit code 0, after the step that passes this time since its start; null: never",
+    )
     timeout_minutes: Positive = Field(
         default=10.0,
         description="A process that waits this long for another, at the start or in a collective, ends the run",
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_seconds is not None and self.save_interval is None:
+            raise ValueError(
+                f"max_seconds={self.max_seconds}: needs save_interval, or what was trained would be lost"
+            )
+        return self
 
 
 class WandbSection(Section):

@@ -1,6 +1,5 @@
 """One update and one evaluation of a model cut in any of Megatron's ways."""
 
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ from fp4mega.parallel.zigzag import to_ranks
 from fp4mega.train.data.datasets import Batches
 from fp4mega.train.model import Training
 from fp4mega.train.recipe import Recipe
-from fp4mega.train.signals import StopRequest
+from fp4mega.train.signals import STOP_SIGNALS, StopRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ def train_step(
     device: torch.device,
     request: StopRequest,
 ) -> StepResult:
-    """Update number `step` (from 0). All processes learn of a signal that any of them was sent until its end."""
+    """Update number `step` (from 0). All processes learn of a reason to stop that any of them had until its end."""
     for chunk in training.chunks:
         chunk.train()
         chunk.zero_grad_buffer()
@@ -106,13 +105,13 @@ def train_step(
         grad_norm = training.optimizer.get_grad_norm()
     training.scheduler.step(increment=1)
 
-    # One sum over all processes carries the loss and the signals, so that every process stops after the same step.
-    asked = [float(request.signal == number) for number in (signal.SIGTERM, signal.SIGINT)]
+    # One sum over all processes carries the loss and the wish to stop, so that every process stops after the same step.
+    asked = [float(request.signal == number) for number in STOP_SIGNALS]
     totals = torch.cat([report, torch.tensor(asked, dtype=torch.float64, device=device)])
     torch.distributed.all_reduce(totals)
-    loss_sum, tokens, terminated, interrupted = totals.tolist()
-    stop_anywhere = signal.SIGTERM if terminated else signal.SIGINT if interrupted else 0
-    return StepResult(loss_sum / tokens, float(grad_norm), lr, int(stop_anywhere))
+    loss_sum, tokens, *votes = totals.tolist()
+    stop = next((n for n, vote in zip(STOP_SIGNALS, votes, strict=True) if vote), 0)
+    return StepResult(loss_sum / tokens, float(grad_norm), lr, int(stop))
 
 
 @torch.no_grad()

@@ -12,8 +12,6 @@ from fp4mega.train.recipe import BYTE_VOCAB_SIZE, ModelSection, Recipe
 from fp4mega.train.schema import RecipeError, show
 
 DEVICE_TYPES = ("cpu", "cuda")
-EXCHANGE = "all_gather"
-"""How context-parallel processes of a recipe meet each other's keys (Megatron's `cp_comm_type`)."""
 
 
 def validate(
@@ -212,18 +210,21 @@ def _divergence_problems(
 
 def _exchange_problems(recipe: Recipe, policy: AttentionPolicy, place: str) -> Iterator[str]:
     """Why context-parallel processes cannot exchange what this policy needs."""
-    context = recipe.parallel.context
-    if context == 1:
+    model, parallel = recipe.model, recipe.parallel
+    if parallel.context == 1:
         return
     reason = explain_exchange(
-        EXCHANGE,
+        parallel.cp_comm_type,
         policy,
-        ranks=context,
+        ranks=parallel.context,
         backend=recipe.attention.backend,
+        num_heads=model.num_attention_heads // parallel.tensor,
+        num_kv_heads=max(1, model.num_query_groups // parallel.tensor),
         seqlen=recipe.train.seq_length,
     )
     if reason is not None:
-        yield f"{place} with parallel.context={context}: {reason}"
+        cut = f" and parallel.tensor={parallel.tensor}" if parallel.tensor > 1 else ""
+        yield f"{place} with parallel.context={parallel.context}{cut}: {reason}"
 
 
 def _backend_problems(recipe: Recipe, device_type: str) -> Iterator[str]:
@@ -298,7 +299,7 @@ def describe(recipe: Recipe, world_size: int) -> str:
         ),
         "processes": (
             f"{world_size} = tensor {parallel.tensor} x pipeline {parallel.pipeline} x context {parallel.context}"
-            f" x data {copies}"
+            f"{f' ({parallel.cp_comm_type})' if parallel.context > 1 else ''} x data {copies}"
         ),
         "batch": (
             f"{train.global_batch_size} x {train.seq_length} = {tokens:,} tokens an update "

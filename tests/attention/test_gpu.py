@@ -38,6 +38,17 @@ def test_quantizers_give_the_same_bytes(name, rounding, values):
             assert_bitwise(a.cpu(), b, name=f"{name} axis {axis}")
 
 
+@pytest.mark.parametrize("name", list_formats())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_values_with_few_bits_and_ties_give_the_same_bytes(name, dtype):
+    """Quotients of BF16 values often lie on a tie, where one more rounding shows: 2^20 of them."""
+    x = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(7)).bfloat16().to(dtype)
+    on_gpu, on_cpu = quantize(x.cuda(), name, axis=1), quantize(x, name, axis=1)
+    for a, b in zip(on_gpu.tensors(), on_cpu.tensors(), strict=True):
+        assert_bitwise(a.cpu(), b, name=name)
+    assert_bitwise(on_gpu.dequantize().cpu(), on_cpu.dequantize(), name=f"{name} values")
+
+
 def run(case, policy, device):
     x = case.make(device=device)
     out, lse, saved = forward(x.q, x.k, x.v, x.side, case.problem, policy)

@@ -1,11 +1,18 @@
 """Checkpoints of cut models: bit-equal at the same size, close at another, never growing, never of another experiment."""
 
+import psutil
 import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from fp4mega.testing.distributed import enough_devices, run_distributed
-from fp4mega.train.checkpoint import check_resumable, newest_checkpoint
+from fp4mega.train.async_saves import AsyncSaves
+from fp4mega.train.checkpoint import CheckpointError, check_resumable, newest_checkpoint
 from fp4mega.train.recipe import Recipe, RecipeError
-from tests.distributed.training_harness import content, train_on
+from fp4mega.train.signals import StopRequest
+from fp4mega.train.step import train_step
+from tests.distributed.training_harness import build, content, state_digest, train_on
+from tests.distributed.writers import wait_for_file, writers_that
 
 pytestmark = pytest.mark.skipif(not enough_devices("cpu", 2), reason="compares bits, on a CPU")
 
@@ -31,9 +38,13 @@ LAYOUTS = {
 }
 
 
-def run(layout, folder, last, saves=()):
+def recipe_of(layout):
     ranks, sections = LAYOUTS[layout]
-    recipe = content(**{**sections, "train": {"steps": 6, **sections.get("train", {})}})
+    return ranks, content(**{**sections, "train": {"steps": 6, **sections.get("train", {})}})
+
+
+def run(layout, folder, last, saves=()):
+    ranks, recipe = recipe_of(layout)
     return run_distributed(train_on, ranks, recipe, str(folder), last, saves)
 
 
@@ -92,6 +103,87 @@ def test_resuming_at_another_size_goes_on_as_before(before, after, saved):
     ):
         assert loss == pytest.approx(wanted_loss, rel=CLOSE)
         assert norm == pytest.approx(wanted_norm, rel=CODES)
+
+
+def save_in_flight(world, plain, folder, kill_writer_of=None):
+    """Six steps, of which the last three are made while the save of the third is in flight; then it is published."""
+    recipe = Recipe.parse(plain)
+    training, batches = build(world, recipe)
+    gate = world.folder / "gate"
+    told = ""
+    with (
+        AsyncSaves(folder, recipe, "data") as saves,
+        writers_that(lambda: wait_for_file(gate)),
+    ):
+        for index in range(6):
+            with StopRequest() as request:
+                train_step(training, recipe, batches, index, world.device, request)
+            if index + 1 == 3:
+                saves.start(3, training)
+            elif index + 1 > 3:
+                assert saves.finish(wait=False) is None
+        assert newest_checkpoint(folder) is None
+        digest = state_digest(training)
+        if kill_writer_of == world.rank:
+            (writer,) = psutil.Process().children()
+            writer.kill()
+        dist.barrier()
+        gate.touch()
+        try:
+            assert saves.finish(wait=True) == (3, folder / "iter_0000003")
+        except CheckpointError as error:
+            told = str(error)
+    parallel_state.destroy_model_parallel()
+    return {"state": digest, "error": told}
+
+
+def state_bytes(checkpoint):
+    """The files with state; `.metadata` has a random number in it."""
+    paths = [*checkpoint.glob("*.distcp"), *checkpoint.glob("common.pt")]
+    return {path.name: path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_save_in_flight_equals_a_synchronous_one(layout, saved, tmp_path):
+    """Byte for byte, although three updates were made before it was written; and they are not disturbed by it."""
+    whole, folder = saved(layout)
+    ranks, recipe = recipe_of(layout)
+    results = run_distributed(save_in_flight, ranks, recipe, tmp_path)
+    assert [rank["state"] for rank in results] == [rank["state"] for rank in whole]
+    one, other = folder / "iter_0000003", tmp_path / "iter_0000003"
+    assert sum(map(len, state_bytes(one).values())) > 100_000
+    assert state_bytes(one) == state_bytes(other)
+    assert {p.name for p in one.iterdir()} == {p.name for p in other.iterdir()}
+    assert abs(size(one) - size(other)) < 200
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("data-distributed", "data-distributed"),
+        ("data-distributed", "tensor-distributed"),
+        ("tensor-sequence", "pipeline-interleaved"),
+    ],
+)
+def test_a_save_in_flight_is_resumed(before, after, saved, tmp_path):
+    whole, _ = saved(before)
+    ranks, recipe = recipe_of(before)
+    run_distributed(save_in_flight, ranks, recipe, tmp_path)
+    resumed = run(after, tmp_path, 6)
+    exact = {} if before == after else {"rel": CODES}
+    for values, wanted in zip(resumed[0]["curve"], whole[0]["curve"][3:], strict=True):
+        assert values == (pytest.approx(wanted, **exact) if exact else wanted)
+
+
+def test_a_killed_writer_is_an_error_in_every_process(tmp_path):
+    ranks, recipe = recipe_of("tensor-sequence")
+    results = run_distributed(save_in_flight, ranks, recipe, tmp_path, 1)
+    for rank in results:
+        assert "could not save step 3" in rank["error"]
+        assert "there is no earlier checkpoint" in rank["error"]
+    assert "the process of rank 1 that writes it was killed by SIGKILL" in results[0]["error"]
+    assert "rank 0 says which and why" in results[1]["error"]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -35,12 +36,12 @@ def recipe_in(folder):
     return recipe
 
 
-def start(folder, fault, *overrides, restarts=0):
+def start(folder, fault, *overrides, restarts=0, ranks=2):
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_in(folder)))
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command += [
         "--nproc-per-node",
-        "2",
+        str(ranks),
         "--max-restarts",
         str(restarts),
         "--monitor-interval",
@@ -55,6 +56,7 @@ def start(folder, fault, *overrides, restarts=0):
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(SCRIPT.parents[2]),
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         },
     )
@@ -78,6 +80,16 @@ def history(folder):
     """Step, loss and gradient norm of every update, of the lives that count."""
     found = read_run(run_folder(folder)).events
     return [(e["step"], e["loss"], e["grad_norm"]) for e in found if e["type"] == "train"]
+
+
+def assert_no_process_of(folder):
+    """Every process of the run has the recipe on its command line, the writers of checkpoints too."""
+    left = [
+        p.pid
+        for p in psutil.process_iter(["cmdline"])
+        if any(str(folder) in argument for argument in p.info["cmdline"] or ())
+    ]
+    assert left == []
 
 
 def lives(folder):
@@ -115,8 +127,8 @@ def undisturbed(tmp_path_factory):
 def test_a_killed_rank_is_restarted_from_the_last_good_checkpoint(
     fault, first_life_reached, undisturbed, tmp_path
 ):
-    # One restart to spare: between torchrun's choosing a port and a worker's listening on it, anyone may take it.
-    code, told = finish(start(tmp_path, fault, restarts=2))
+    # Two restarts to spare: between torchrun's choosing a port and a worker's listening on it, anyone may take it.
+    code, told = finish(start(tmp_path, fault, restarts=3))
     assert code == 0, told
     assert history(tmp_path) == undisturbed
     first, second = lives(tmp_path)[:-2], lives(tmp_path)[-2:]
@@ -127,6 +139,26 @@ def test_a_killed_rank_is_restarted_from_the_last_good_checkpoint(
     steps = [e["step"] for e in map(json.loads, lines) if e["type"] == "train"]
     first_life = list(range(1, first_life_reached + 1))
     assert steps == [*first_life, *range(SAVE_INTERVAL + 1, STEPS + 1)]
+    checkpoints = sorted(p.name for p in (run_folder(tmp_path) / "checkpoints").iterdir())
+    assert checkpoints == ["iter_0000006", "iter_0000008", "latest"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_killed_beside_a_save_goes_on_from_the_save_before(ranks, undisturbed, tmp_path):
+    """The save of step 6 is half written when a rank dies in step 7: it counts for nothing, and its writers are gone."""
+    fault = ("die-beside-save", str(ranks - 1), "7")
+    code, told = finish(start(tmp_path, fault, "train.async_save=true", restarts=3, ranks=ranks))
+    assert code == 0, told
+    assert_no_process_of(tmp_path)
+    lines = (run_folder(tmp_path) / "events.jsonl").read_text().splitlines()
+    found = [(e["step"], e["loss"]) for e in map(json.loads, lines) if e["type"] == "train"]
+    assert [step for step, _ in found] == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8]
+    assert found[3:6] == found[6:9]
+    if ranks == 2:
+        assert history(tmp_path) == undisturbed
+    first, second = lives(tmp_path)[:-2], lives(tmp_path)[-2:]
+    assert first in ([("started", 0)], [("started", 0), ("failed", 6)])
+    assert second == [("resumed", SAVE_INTERVAL), ("finished", STEPS)]
     checkpoints = sorted(p.name for p in (run_folder(tmp_path) / "checkpoints").iterdir())
     assert checkpoints == ["iter_0000006", "iter_0000008", "latest"]
 

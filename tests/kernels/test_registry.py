@@ -36,8 +36,7 @@ def backends(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_reference_is_there_and_runs_on_every_device() -> None:
-    assert "reference" in list_backends()
-    assert "triton" in list_backends()
+    assert list_backends() == ["cute_sm100", "triton", "reference"]
     for device in ("cpu", "cuda", "meta"):
         chosen = select_backend("reference", PROBLEM, POLICY, torch.device(device))
         assert chosen is get_backend("reference")
@@ -81,3 +80,14 @@ def test_unknown_name_offers_the_nearest() -> None:
 def test_the_reference_declines_what_a_policy_does_not_define() -> None:
     with pytest.raises(NotImplementedError, match="reference: policy 'direct_p_guarded' samples"):
         select_backend("auto", PACKED_CASES[0].problem, get_policy("direct_p_guarded"), CPU)
+
+
+def test_auto_takes_a_forward_only_backend_for_inference_alone(backends, caplog) -> None:
+    forward_only = Picky("forward_only", None)
+    forward_only.has_backward = False
+    backends(forward_only, Picky("slow", None))
+    with caplog.at_level(logging.INFO, logger="fp4mega.kernels.registry"):
+        assert select_backend("auto", PROBLEM, POLICY, CPU).name == "slow"
+    assert "forward_only declined: it has no backward" in caplog.text
+    assert select_backend("auto", PROBLEM, get_policy("direct_p_fast"), CPU) is forward_only
+    assert select_backend("forward_only", PROBLEM, POLICY, CPU) is forward_only

@@ -14,9 +14,10 @@ ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "recipes" / "ci" / "tiny_20steps_nvfp4_qk_fp8_pv.yaml")
 
 # In the place of training: writes a run whose loss depends on policy and seed, with the fingerprints of its seed, and
-# notes the command line. DIVERGES names a policy whose arm fails; OTHER_DATA one that sees other batches.
+# notes the command line. DIVERGES names a policy whose arm fails; OTHER_DATA one that sees other batches; SLEEP is how long
+# an arm takes in seconds.
 ARM = """
-import json, os, sys
+import json, os, sys, time
 from fp4mega.tracking import Tracker, build_manifest
 
 fields = dict(argument.split("=", 1) for argument in sys.argv[2:])
@@ -24,6 +25,10 @@ name, policy, seed = fields["name"], fields["attention.policy"], int(fields["tra
 run_name = f"{name}__{policy}"
 with open(os.environ["NOTES"], "a") as notes:
     notes.write(json.dumps([run_name, seed, fields["tracking.wandb.group"]]) + "\\n")
+with open(os.environ["NOTES"] + ".times", "a") as times:
+    device = os.environ["CUDA_VISIBLE_DEVICES"]
+    times.write(json.dumps([run_name, device, fields.get("train.max_seconds"), time.time()]) + "\\n")
+time.sleep(float(os.environ.get("SLEEP", 0)))
 data = f"data{seed}" + ("x" if policy == os.environ.get("OTHER_DATA") else "")
 manifest = build_manifest(
     run_name=run_name, recipe={}, recipe_digest="0" * 64, policy=policy, layers=[],
@@ -34,7 +39,8 @@ with Tracker(f"{fields['tracking.dir']}/{run_name}", manifest=manifest, wandb=No
     for step in (1, 2):
         loss = float("nan") if fails and step == 2 else 3.0 + seed / 10 + (policy != "bf16") / 100
         tracker.log("train", step, loss=loss, grad_norm=1.0, lr=1.0, tokens_per_s=1.0, step_ms=1.0, tokens=step)
-sys.exit(1 if fails else 0)
+    if fails:
+        raise RuntimeError("not finite")
 """
 
 
@@ -52,7 +58,7 @@ def matched(tmp_path):
             ],
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=550,
             cwd=ROOT,
             env={
                 **os.environ,
@@ -110,6 +116,82 @@ def test_a_diverged_arm_is_a_result(matched, tmp_path):
     assert "FAIL finite" in done.stdout
 
 
+def test_a_diverged_arm_is_not_run_again(matched, tmp_path):
+    arguments = ("--policies", "bf16,nvfp4_qk_fp8_pv")
+    assert matched(*arguments, DIVERGES="nvfp4_qk_fp8_pv").returncode == 1
+    again = matched(*arguments)
+    assert again.returncode == 1
+    assert "diverged before, not run again" in again.stdout
+    assert [name.partition("__")[2] for name, *_ in started(tmp_path)] == [
+        *("bf16", "nvfp4_qk_fp8_pv", "bf16"),
+    ]
+
+
+def times(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "notes.times").read_text().splitlines()]
+
+
+def test_jobs_run_at_once_spread_over_the_gpus(matched, tmp_path):
+    done = matched(
+        *("--policies", "bf16,nvfp4_qk_fp8_pv", "--seeds", "2", "--jobs", "4"),
+        CUDA_VISIBLE_DEVICES="3,5",
+        SLEEP="4",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    began = times(tmp_path)
+    # All four were there before the first had slept, two on each GPU.
+    assert max(at for *_, at in began) - min(at for *_, at in began) < 4
+    assert sorted(device for _, device, *_ in began) == ["3", "3", "5", "5"]
+    assert "nvfp4_qk_fp8_pv, 2 seeds: train loss mean 3.1600" in done.stdout
+    assert (tmp_path / "runs" / "tiny_20steps_seed1__bf16.log").exists()
+
+
+def test_jobs_wait_for_a_place_and_outlive_a_divergence(matched, tmp_path):
+    policies = "bf16,nvfp4_qk_fp8_pv,mxfp4_qk_fp8_pv"
+    done = matched(
+        *("--policies", policies, "--jobs", "1"),
+        CUDA_VISIBLE_DEVICES="0",
+        DIVERGES="nvfp4_qk_fp8_pv",
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert [name.partition("__")[2] for name, *_ in times(tmp_path)] == policies.split(",")
+    assert "FAIL finite" in done.stdout
+
+
+def test_jobs_on_other_data_are_refused(matched):
+    done = matched(
+        *("--policies", "bf16,nvfp4_qk_fp8_pv", "--jobs", "2"),
+        CUDA_VISIBLE_DEVICES="0",
+        OTHER_DATA="nvfp4_qk_fp8_pv",
+    )
+    assert done.returncode == 2
+    assert "data order (fingerprints.data): data1 and data1x" in done.stderr
+
+
+def test_no_arm_starts_when_the_time_is_up(matched, tmp_path):
+    arguments = ("--policies", "bf16,nvfp4_qk_fp8_pv,mxfp4_qk_fp8_pv", "--jobs", "2")
+    limited = (*arguments, "--max-seconds", "30", "train.save_interval=10")
+    done = matched(*limited, CUDA_VISIBLE_DEVICES="0", SLEEP="30")
+    assert done.returncode == 0, done.stdout + done.stderr
+    began = times(tmp_path)
+    assert {name.partition("__")[2] for name, *_ in began} == {"bf16", "nvfp4_qk_fp8_pv"}
+    assert len(began) == 2
+    assert all(1 <= int(limit) <= 30 for _, _, limit, _ in began)
+    assert "mxfp4_qk_fp8_pv, seed 1: not begun" in done.stdout
+    rest = matched(*arguments, CUDA_VISIBLE_DEVICES="0")
+    assert rest.returncode == 0, rest.stdout + rest.stderr
+    assert "mxfp4_qk_fp8_pv-" not in rest.stdout
+    assert "not begun" not in rest.stdout
+
+
+def test_without_a_gpu_jobs_run_one_after_another(matched, tmp_path):
+    done = matched("--policies", "bf16,nvfp4_qk_fp8_pv", "--jobs", "2", SLEEP="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no GPU is visible" in done.stdout
+    first, second = (at for *_, at in times(tmp_path))
+    assert second - first > 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -118,6 +200,10 @@ def test_a_diverged_arm_is_a_result(matched, tmp_path):
         (["--policies", "bf16,nvfp4", "--seeds", "2"], 'attention.policy="nvfp4": unknown policy'),
         (["--policies", "bf16,nvfp4_qk_fp8_pv", "--seeds", "zero"], "--seeds zero"),
         (["--policies", "bf16,nvfp4_qk_fp8_pv", "train.seed=3"], "sets this field itself"),
+        (["--policies", "bf16,nvfp4_qk_fp8_pv", "train.max_seconds=3"], "sets this field itself"),
+        (["--policies", "bf16,nvfp4_qk_fp8_pv", "--jobs", "0"], "--jobs 0"),
+        (["--policies", "bf16,nvfp4_qk_fp8_pv", "--jobs", "2", "--gpus", "2"], "--gpus 2"),
+        (["--policies", "bf16,nvfp4_qk_fp8_pv", "--max-seconds", "1.5"], "--max-seconds 1.5"),
         (["--policies", "bf16,nvfp4_qk_fp8_pv", "train.stepz=3"], "train.stepz=3: unknown field"),
     ],
 )

@@ -267,3 +267,32 @@ def test_probe_measures_one_training_forward_and_changes_nothing():
     assert 0 <= measured[1]["k_zeroed"] < 0.2
     module(*inputs, None)
     assert collect_probes(module) == {}
+
+
+def test_probe_measures_the_backward_too_and_changes_no_gradient():
+    module, inputs = core(policy="nvfp4_qk_mxfp4_pv-paper"), qkv(40)
+    gradients = []
+    for armed in (False, True):
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        if armed:
+            arm_probes(module)
+        module(*leaves, None).square().sum().backward()
+        gradients.append([x.grad for x in leaves])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    measured = collect_probes(module)[1]
+    assert measured["ds_row_sum"] > 1e-3
+    assert 0 < measured["dq_error"] < 1
+    assert 0 < measured["o_error"] < 1
+
+
+def test_probe_of_the_backward_waits_for_the_forward_that_has_a_gradient():
+    module = core(policy="nvfp4_qk_fp8_pv")
+    leaves = [x.detach().clone().requires_grad_() for x in qkv(40)]
+    arm_probes(module)
+    recomputed = torch.utils.checkpoint.checkpoint(
+        lambda q, k, v: module(q, k, v, None), *leaves, use_reentrant=True
+    )
+    recomputed.square().sum().backward()
+    measured = collect_probes(module)[1]
+    assert 15 < measured["q_sqnr_db"] < 30
+    assert 0 < measured["dv_error"] < 1

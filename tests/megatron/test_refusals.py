@@ -160,11 +160,6 @@ def packed(**changes):
     [
         (packed(qkv_format="sbhd"), {}, "qkv_format='sbhd': allowed: thd"),
         (packed(local_cp_size=2), {}, "local_cp_size=2"),
-        (
-            packed(cu_seqlens_kv_padded=torch.tensor([0, 5, 10], dtype=torch.int32)),
-            {},
-            "cu_seqlens_kv_padded differs from cu_seqlens_kv: padding between",
-        ),
         (packed(), {"attn_mask_type": AttnMaskType.arbitrary}, "attn_mask_type=arbitrary"),
         (
             packed(),
@@ -177,6 +172,21 @@ def test_packed_sequences_that_are_refused(params, arguments, message):
     arguments = {"attention_mask": None} | arguments
     with pytest.raises(NotImplementedError, match=message):
         core()(*(x[:, 0] for x in qkv()), packed_seq_params=params, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("side", "places", "message"),
+    [
+        ("kv", [0, 3, 9], r"cu_seqlens_kv=\[0, 4, 9\], as long or longer"),
+        ("q", [0, 9], r"cu_seqlens_q_padded=\[0, 9\]: expected a place for each"),
+        ("q", [0, 4, 10], "start at 0 and to end at the 9 rows of q"),
+    ],
+)
+def test_padding_that_is_not_that_of_the_rows(side, places, message):
+    places = torch.tensor(places, dtype=torch.int32)
+    params = packed(**{f"cu_seqlens_{side}_padded": places})
+    with pytest.raises(ValueError, match=message):
+        core()(*(x[:, 0] for x in qkv()), None, packed_seq_params=params)
 
 
 def test_packed_sequences_without_lengths():

@@ -1,6 +1,7 @@
 """`Fp4CoreAttention` on two context-parallel ranks, by each `cp_comm_type`; what it refuses there."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -40,6 +41,11 @@ def core(policy: str = "exact", backend: str = "reference", **arguments: object)
     return Fp4CoreAttention(**(settings | arguments), policy=policy, backend=backend)
 
 
+def megatron_rows(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    later = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters  # 0.19
+    return get_batch_on_this_cp_rank(batch, **({"is_hybrid_cp": False} if later else {}))
+
+
 def two_ranks(world: World) -> None:
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     torch.manual_seed(0)
@@ -49,7 +55,7 @@ def two_ranks(world: World) -> None:
     def rows(x: torch.Tensor) -> torch.Tensor:
         mine = to_ranks(x.transpose(0, 1), 2)[world.rank]
         # Megatron cuts batches itself, and must mean the same rows.
-        assert torch.equal(mine, get_batch_on_this_cp_rank({"x": x.transpose(0, 1)})["x"])
+        assert torch.equal(mine, megatron_rows({"x": x.transpose(0, 1)})["x"])
         return mine.transpose(0, 1)
 
     for kind in (None, "all_gather", "p2p", "a2a"):
@@ -86,12 +92,10 @@ def refusals(qkv: list[torch.Tensor]) -> None:
     with pytest.raises(NotImplementedError, match="attention_type='cross' with context_parallel"):
         core(attention_type="cross")
     module = core()
-    with pytest.raises(NotImplementedError, match="packed_seq_params under context parallelism"):
-        module(
-            *(x.flatten(0, 1) for x in qkv),
-            attention_mask=None,
-            packed_seq_params=PackedSeqParams(qkv_format="thd"),
-        )
+    module.config.cp_partition_mode = "contiguous"  # a field of later Megatrons
+    with pytest.raises(NotImplementedError, match="cp_partition_mode='contiguous' with context_"):
+        core(config=module.config)
+    packed_refusals(module, qkv)
     mask = torch.zeros(1, 1, S // 2, S // 2, dtype=torch.bool)
     with pytest.raises(NotImplementedError, match="attention_mask=a tensor under context"):
         module(*qkv, attention_mask=mask)
@@ -101,6 +105,37 @@ def refusals(qkv: list[torch.Tensor]) -> None:
         core(policy="nvfp4_qk_mxfp4_pv")
     with pytest.raises(NotImplementedError, match="sequence length 64 on 2 .* multiple of 128"):
         core(policy="nvfp4_qk_mxfp4_pv", allow_divergent_pv=True)(*qkv, attention_mask=None)
+
+
+def packed_refusals(module: Fp4CoreAttention, qkv: list[torch.Tensor]) -> None:
+    bounds = torch.tensor([0, 20, S * B], dtype=torch.int32, device=qkv[0].device)
+    other = torch.tensor([0, 24, S * B], dtype=torch.int32, device=qkv[0].device)
+    whole_world = torch.distributed.new_group([0])
+    for error, message, fields in (
+        (NotImplementedError, "qkv_format='sbhd': allowed: thd", {"qkv_format": "sbhd"}),
+        (NotImplementedError, "local_cp_size=1 with a context-parallel", {"local_cp_size": 1}),
+        (NotImplementedError, "micro-batch's own", {"cp_group": whole_world}),
+        (NotImplementedError, "cu_seqlens_kv differs from that of q", {"cu_seqlens_kv": other}),
+        (
+            NotImplementedError,
+            "cu_seqlens_kv_padded differs from that of q",
+            {"cu_seqlens_q_padded": bounds},
+        ),
+        (NotImplementedError, "cp_partition_mode='contiguous'", {"mode": "contiguous"}),
+        (ValueError, "cu_seqlens_q=None", {"cu_seqlens_q": None, "cu_seqlens_kv": None}),
+        (ValueError, "sequence 1 has 6 rows; every one of 2", {"cu_seqlens_q": [0, 20, 26, 128]}),
+        (ValueError, "to end at the 128 tokens that 2 ranks of 64", {"cu_seqlens_q": [0, 20, 64]}),
+    ):
+        mode = fields.pop("mode", None)
+        if isinstance(fields.get("cu_seqlens_q"), list):
+            own = torch.tensor(fields["cu_seqlens_q"], dtype=torch.int32, device=bounds.device)
+            fields |= {"cu_seqlens_q": own, "cu_seqlens_kv": own}
+        given = {"qkv_format": "thd", "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
+        params = PackedSeqParams(**{**given, **fields})
+        if mode is not None:  # a field of later Megatrons
+            params.cp_partition_mode = mode
+        with pytest.raises(error, match=message):
+            module(*(x.flatten(0, 1) for x in qkv), attention_mask=None, packed_seq_params=params)
 
 
 @pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

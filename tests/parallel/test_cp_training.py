@@ -9,10 +9,27 @@ from tests.distributed.training_harness import content, train
 # FP32 sums in another order; with codes, one of them now and then falls on the other side of a threshold.
 SUMS = 1e-5
 CODES = 2e-2
+FP8 = "nvfp4_qk_fp8_pv"
 
 # id: (ranks, sections of the recipe, tolerance)
 CASES = {
-    "context": (2, {"parallel": {"context": 2}}, "nvfp4_qk_fp8_pv", CODES),
+    "context": (2, {"parallel": {"context": 2}}, FP8, CODES),
+    "context-heads": (2, {"parallel": {"context": 2, "cp_comm_type": "a2a"}}, FP8, CODES),
+    "context-ring": (2, {"parallel": {"context": 2, "cp_comm_type": "p2p"}}, FP8, CODES),
+    "context-window-sink-norms": (
+        2,
+        {
+            "parallel": {"context": 2},
+            "model": {
+                "window_size": [9, 0],
+                "window_attn_skip_freq": 2,
+                "softmax_type": "learnable",
+                "qk_layernorm": True,
+            },
+        },
+        "exact",
+        SUMS,
+    ),
     "context-exact": (
         2,
         {"parallel": {"context": 2}, "model": {"softmax_type": "learnable"}},
@@ -34,7 +51,7 @@ CASES = {
     "context-data": (
         4,
         {"parallel": {"context": 2}, "optimizer": {"distributed": True}},
-        "nvfp4_qk_fp8_pv",
+        FP8,
         CODES,
     ),
 }

@@ -36,6 +36,8 @@ TWO_PROCESSES = {
     "data_sharded": {"optimizer": {"distributed": True}, "train": {"precision": "bf16"}},
     "tensor_sequence": {"parallel": {"tensor": 2, "sequence": True}},
     "context": {"parallel": {"context": 2}},
+    "context_ring": {"parallel": {"context": 2, "cp_comm_type": "p2p"}},
+    "context_heads": {"parallel": {"context": 2, "cp_comm_type": "a2a"}},
     "context_bf16": {"parallel": {"context": 2}, "attention": {"policy": "bf16"}},
     "pipeline": {"parallel": {"pipeline": 2}, "train": {"global_batch_size": 8}},
     "interleaved_tied": {

@@ -110,7 +110,7 @@ def test_a_recipe_is_frozen():
         (
             "parallel.tensors",
             "tensor",
-            "tensor, pipeline, virtual_pipeline, context, expert, sequence",
+            "tensor, pipeline, virtual_pipeline, context, cp_comm_type, expert, sequence",
         ),
         ("optimizer.weight_deca", "weight_decay", "lr, min_lr, betas,"),
         ("data.tokeniser", "tokenizer", "kind, train, valid, split, tokenizer, prepare"),
@@ -175,6 +175,17 @@ def test_unknown_field_with_nothing_near():
             "train.precision",
             "fp16",
             "train.precision=\"fp16\": expected one of bf16, fp32; nearest is 'bf16'",
+        ),
+        (
+            "parallel.cp_comm_type",
+            "ring",
+            'parallel.cp_comm_type="ring": expected one of all_gather, p2p, a2a',
+        ),
+        (
+            "parallel.cp_comm_type",
+            "a2a+p2p",
+            'parallel.cp_comm_type="a2a+p2p": two levels of groups, heads exchanged inside a node and keys around nodes, are '
+            "not written; allowed: all_gather, p2p, a2a",
         ),
         ("model.kv_channels", 258, "model.kv_channels=258: expected integer >= 1 and <= 256"),
         ("model.hidden_size", 2048, "model.kv_channels=512: expected integer >= 1 and <= 256"),

@@ -7,7 +7,7 @@ import pytest
 
 from fp4mega.attention.policy import list_policies
 from fp4mega.train.loader import load_recipe, resolved_yaml
-from fp4mega.train.validate import describe, parameter_count, validate
+from fp4mega.train.validate import describe, layer_policies, parameter_count, validate
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FILES = sorted(RECIPES.rglob("*.yaml"))
@@ -26,7 +26,13 @@ def world_size_in(path):
 
 
 def test_the_promised_recipes_are_there():
-    assert {p.stem for p in BASES} == {"tiny", "125m", "350m", "1b", "llama3_8b", "llama3_70b"}
+    studies = {
+        *("study_30m", "study_30m_edges", "study_30m_high", "study_30m_4k"),
+        *("study_125m", "study_350m"),
+    }
+    assert {p.stem for p in BASES} == studies | {
+        *("tiny", "125m", "350m", "1b", "llama3_8b", "llama3_70b"),
+    }
     machines = ("tiny", "8b_1gpu_gb200", "8b_1gpu_h200", "8b_64gpu_gb200", "8b_128k_8gpu_gb200")
     policies = ("nvfp4_qk_fp8_pv", "bf16")
     assert {p.stem for p in RUNS} == {
@@ -78,6 +84,9 @@ def test_a_pair_differs_in_the_policy_only(path):
     [
         ("tiny", 806_016),
         ("125m", 124_668_672),
+        ("study_30m", 34_087_424),
+        ("study_125m", 97_536_768),
+        ("study_350m", 325_108_736),
         ("350m", 348_701_696),
         ("1b", 1_235_814_400),
         ("llama3_8b", 8_030_261_248),
@@ -112,12 +121,27 @@ def test_the_64_gpu_recipe_is_the_published_study():
 def test_the_long_context_recipe_cuts_128k_over_8():
     recipe = load_recipe(RECIPES / "runs" / "8b_128k_8gpu_gb200_nvfp4_qk_fp8_pv.yaml")
     assert (recipe.train.seq_length, recipe.parallel.context) == (2**17, 8)
+    # Kernels take whole sequences, so the other exchanges would run on the reference.
+    assert recipe.parallel.cp_comm_type == "a2a"
     assert recipe.train.global_batch_size * recipe.train.seq_length == 1024 * 4096
 
 
 def test_the_8b_runs_have_the_8b_model():
     model = load_recipe(RECIPES / "base" / "llama3_8b.yaml").model
     assert all(load_recipe(path).model == model for path in RUNS if path.name.startswith("8b_"))
+
+
+def test_every_arm_of_the_study_can_run():
+    path = RECIPES / "base" / "study_30m.yaml"
+    own = load_recipe(path).attention.policies
+    assert len(own) == 10
+    for policy in own:
+        validate(load_recipe(path, [f"attention.policy={policy}"]), 1, "cuda", None)
+    edges = load_recipe(
+        RECIPES / "base" / "study_30m_edges.yaml", ["attention.policy=nvfp4_qk_mxfp4_pv"]
+    )
+    middle = ["nvfp4_qk_mxfp4_pv"] * 6
+    assert layer_policies(edges) == ["bf16", *middle, "bf16"]
 
 
 def test_recorded_runs_need_no_text_of_this_machine():

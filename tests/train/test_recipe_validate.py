@@ -50,6 +50,8 @@ def problems(world_size=1, device_type="cpu", device_count=None, **sections):
     ("world_size", "sections"),
     [
         (2, {"parallel": {"context": 2}}),
+        (4, {"parallel": {"context": 4, "cp_comm_type": "a2a"}}),
+        (8, {"parallel": {"context": 8, "cp_comm_type": "p2p"}}),  # any number of heads
         (1, {}),
         (16, {}),
         (4, {"parallel": {"tensor": 4, "sequence": True}}),
@@ -82,6 +84,8 @@ def test_what_can_run(world_size, sections):
         (2, {"parallel": {"tensor": 2, "sequence": True}, "train": {"seq_length": 33}}, "train.seq_length=33: with parallel.sequence it must be divisible by parallel.tensor=2"),
         (2, {"parallel": {"context": 2}, "train": {"seq_length": 34}}, 'attention.policy="nvfp4_qk_fp8_pv" with parallel.context=2: sequence length 34: every one of 2 context-parallel ranks holds two chunks of it, so it must be a multiple of 4'),
         (8, {"parallel": {"context": 2, "tensor": 4, "sequence": True}, "train": {"seq_length": 36}}, "train.seq_length=36 / parallel.context=2: with parallel.sequence it must be divisible by parallel.tensor=4"),
+        (8, {"parallel": {"context": 4, "tensor": 2, "cp_comm_type": "a2a"}}, "attention.policy=\"nvfp4_qk_fp8_pv\" with parallel.context=4 and parallel.tensor=2: cp_comm_type='a2a' with 2 kv heads on 4 context-parallel ranks: every rank takes as many whole heads, so their number must be a multiple of 4; allowed: all_gather, p2p"),
+        (2, {"parallel": {"context": 2, "cp_comm_type": "p2p"}, "attention": {"backend": "triton"}}, "attention.policy=\"nvfp4_qk_fp8_pv\" with parallel.context=2: backend='triton' with cp_comm_type='p2p': its kernels take whole sequences of unquantized keys, not the bytes of parts; allowed: reference, auto (which is the reference here), or cp_comm_type='a2a'"),
         (2, {"parallel": {"context": 2}, "tracking": {"probe_interval": 3}}, "tracking.probe_interval=3: probes look at whole rows of P, of which a process has no keys under parallel.context=2; allowed: null"),
         (2, {"parallel": {"expert": 2}}, "parallel.expert=2: needs model.num_moe_experts; allowed without: 1"),
         (2, {"model": {"num_moe_experts": 3}, "parallel": {"expert": 2}}, "model.num_moe_experts=3: must be divisible by parallel.expert=2"),
@@ -219,6 +223,8 @@ def test_description():
     assert rows["run"] == f"small__nvfp4_qk_fp8_pv (recipe {recipe.digest[:12]})"
     assert rows["parameters"] == f"{parameter_count(recipe.model):,}"
     assert rows["processes"] == "8 = tensor 2 x pipeline 1 x context 1 x data 4"
+    cut = recipe_with(parallel={"context": 2, "cp_comm_type": "a2a"})
+    assert "= tensor 1 x pipeline 1 x context 2 (a2a) x data 1\n" in describe(cut, 2)
     assert rows["batch"] == "32 x 32 = 1,024 tokens an update (micro-batch 2, 4 accumulated)"
     assert rows["updates"] == "4 = 4,096 tokens"
     assert rows["attention"] == "layers 0-1 bf16; layers 2-6 nvfp4_qk_fp8_pv; layer 7 exact"

@@ -13,6 +13,7 @@ class ReferenceBackend:
     """Attention in FP32 (FP64 for FP64 inputs) on any device, at the speed of a definition."""
 
     name = "reference"
+    has_backward = True
 
     def explain(
         self, problem: AttentionProblem, policy: AttentionPolicy, device: torch.device

@@ -27,11 +27,44 @@ def from_bits(bits):
 def round_magnitude(a, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """a >= 0 to the nearest value, ties to even, of a format with that mantissa and bias; no saturation; NaN and inf become NaN.
 
-    Adding 1.5 * 2^23 steps makes float32 itself round to whole steps.
+    a - 2^(23 - MANTISSA) a in float32 keeps MANTISSA + 1 bits of a, because the other term is a multiple of what is kept; subtracted, not
+    added, so that a power of two is approached from the side of the finer grid. Below the smallest binade the other term is a constant.
     """
-    binade = from_bits(tl.maximum(bits_of(a) & 0x7F800000, (128 - BIAS) << 23))
-    magic = binade * (1.5 * 2 ** (23 - MANTISSA))
-    return (a + magic) - magic
+    return _keep_bits(a, tl.maximum(a, 1.5 * 2.0 ** (1 - BIAS)), MANTISSA)
+
+
+@triton.jit
+def _keep_bits(a, other, MANTISSA: tl.constexpr):
+    """Three operations an element with the maximum before: in the kernels' loops every one shows."""
+    SHIFT: tl.constexpr = 2.0 ** (23 - MANTISSA)
+    return tl.fma(other, SHIFT, tl.fma(other, -SHIFT, a))
+
+
+@triton.jit
+def round_mxfp4(p, AXIS: tl.constexpr):
+    """p >= 0, float32 [rows, columns], to MXFP4 `rceil` values in blocks of 32 along AXIS; a block with NaN gives NaN where it stood.
+
+    The block's scale is 2^ceil(log2(largest / 6)), so nothing saturates; as `round_magnitude` with that scale for the smallest binade.
+    """
+    if AXIS == 1:
+        blocks = tl.reshape(p, [p.shape[0], p.shape[1] // 32, 32])
+    else:
+        blocks = tl.reshape(p, [p.shape[0] // 32, 32, p.shape[1]])
+    largest = tl.max(bits_of(blocks), axis=2 if AXIS == 1 else 1)
+    # Up by one binade exactly when the mantissa is above 1.5 (6 / 4), then down by two.
+    scale = tl.maximum(((largest + 0x3FFFFF) & 0x7F800000) - (2 << 23), 1 << 23)
+    least = from_bits(tl.expand_dims(scale, 2 if AXIS == 1 else 1) | 0x400000)
+    return tl.reshape(_keep_bits(blocks, tl.maximum(blocks, least), 1), p.shape)
+
+
+@triton.jit
+def round_probabilities(p, FORMAT: tl.constexpr, AXIS: tl.constexpr):
+    """p >= 0, published, to the float32 values of P's format; AXIS is that of the keys."""
+    if FORMAT == "e4m3":
+        return round_magnitude(p, 3, 7)
+    if FORMAT == "mxfp4":
+        return round_mxfp4(p, AXIS)
+    return p.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
@@ -42,6 +75,42 @@ def code_of(a, sign, MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.co
     above = bits_of(tl.maximum(a, MIN_NORMAL)) >> (23 - MANTISSA)
     code = (below + above - ((128 - BIAS) << MANTISSA)) | sign
     return tl.where(a == a, code, NAN_CODE).to(tl.uint8)
+
+
+@triton.jit
+def fp8_code(x, power, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """int32 code that x times a power of two rounds to, where nothing saturates: all NaN when the power is.
+
+    In integers, not by a cast: ptxas 12.8 loses the way among 8-bit pairs that are packed in two ways, as a tile that is stored straight
+    and transposed is. 2^(BIAS - 127) times a value has its code as its leading float32 bits, subnormals included.
+    """
+    scaled = x * power
+    magnitude = round_magnitude(tl.abs(scaled), MANTISSA, BIAS)
+    code = bits_of(magnitude * 2.0 ** (BIAS - 127)) >> (23 - MANTISSA)
+    return tl.where(power == power, code | sign_for(scaled, 8), 0x7F)
+
+
+@triton.jit
+def natural_log(value, octaves):
+    """ln(value * 2^octaves), float32, for value > 0: to about one unit in the last place even where the two cancel; NaN and inf stay."""
+    # A mantissa in [sqrt(1/2), sqrt(2)) and the power of two beside it; 2^64 keeps subnormals out.
+    small = value < 1.1754943508222875e-38
+    bits = bits_of(tl.where(small, value * 1.8446744073709552e19, value))
+    shifted = bits - 0x3F3504F3
+    whole = (shifted >> 23).to(tl.float32) - tl.where(small, 64.0, 0.0)
+    mantissa = from_bits((shifted & 0x7FFFFF) + 0x3F3504F3)
+    # ln m = 2 artanh((m - 1) / (m + 1)).
+    ratio = tl.math.div_rn(mantissa - 1.0, mantissa + 1.0)
+    square = ratio * ratio
+    series = 0.2222222222222222 + square * 0.18181818181818182
+    series = square * (
+        0.6666666666666666 + square * (0.4 + square * (0.2857142857142857 + square * series))
+    )
+    part = 2.0 * ratio + ratio * series
+    whole = octaves + whole
+    # ln 2 in two parts: the first has few bits, so its product with a whole number is exact.
+    result = tl.fma(whole, 0.693145751953125, tl.fma(whole, 1.42860682030941723e-06, part))
+    return tl.where(value < float("inf"), result, value)
 
 
 @triton.jit
@@ -105,6 +174,15 @@ def nvfp4_global(amax):
     bits = bits_of(amax)
     scale = tl.where(bits == 0, 1.0, scale)
     return tl.where(bits >= 0x7F800000, float("nan"), scale)
+
+
+@triton.jit
+def amplitude_byte(amax_bits):
+    """E8M0 byte of the power of two nearest amax, up from 1.5 * 2^e, from the bits of amax; 0 for a zero block, 255 when amax is not finite."""
+    # Below 2^-126 the switch is at 1.5 * 2^-127.
+    switch = tl.where(amax_bits < 0x00800000, 0x600000, 0x400000)
+    byte = (amax_bits >> 23) + ((amax_bits & 0x7FFFFF) >= switch).to(tl.int32)
+    return tl.where(amax_bits >= 0x7F800000, 255, tl.minimum(byte, 254))
 
 
 @triton.jit

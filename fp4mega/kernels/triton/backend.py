@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fp4mega.attention import Saved
+from fp4mega.attention import backward as reference_backward
+from fp4mega.attention.call import accumulator_dtype
 from fp4mega.attention.mask import Packing, unpack_problem
 from fp4mega.attention.policy import AttentionPolicy
 from fp4mega.attention.problem import AttentionProblem, SideInputs
@@ -17,9 +20,10 @@ if TYPE_CHECKING:
 
 
 class TritonBackend:
-    """Attention in Triton kernels: BF16 or FP8 scores that are exact for 4-bit Q and K, FP8 P, V and gradients."""
+    """Attention in Triton kernels: BF16 or FP8 scores that are exact for 4-bit Q and K, FP8 or MXFP4 P and V, FP8 gradients."""
 
     name = "triton"
+    has_backward = True
 
     def explain(
         self, problem: AttentionProblem, policy: AttentionPolicy, device: torch.device
@@ -44,6 +48,8 @@ class TritonBackend:
     ) -> Forward:
         """Attention, its log-sum-exp, and the bytes that `backward` reads."""
         with _on(q.device):
+            if policy.direct_p is not None:
+                return _direct_p(_Call(problem, side, policy), q, k, v)
             return _forward(_Call(problem, side, policy), q, k, v)
 
     def backward(
@@ -56,7 +62,10 @@ class TritonBackend:
         problem: AttentionProblem,
         policy: AttentionPolicy,
     ) -> Gradients:
-        """Gradients under `policy.backward`, the same bits every time."""
+        """Gradients under `policy.backward`, the same bits every time. Direct-P is for inference: its gradients are the reference's."""
+        if policy.direct_p is not None:
+            kept = Saved(forward.out, forward.lse, forward.saved[:-2])
+            return Gradients(*reference_backward(dout, dlse, kept, inputs, side, problem, policy))
         with _on(dout.device):
             return _backward(_Call(problem, side, policy), dout, dlse, forward, inputs)
 
@@ -112,6 +121,20 @@ class _Call:
         return self.policy.operands["q"].format == "nvfp4"
 
     @property
+    def p_format(self) -> str:
+        """`e4m3`, `mxfp4` or `bf16`."""
+        return self.policy.operands["p"].format.removesuffix("_rceil")
+
+    @property
+    def fp8_pv(self) -> bool:
+        return self.policy.operands["p"].format == self.policy.operands["v"].format == "e4m3"
+
+    @property
+    def four_bit_v(self) -> bool:
+        """The V that backward reads is MXFP4."""
+        return self.policy.operands[self.policy.backward_v].format == "mxfp4_rceil"
+
+    @property
     def represented(self) -> bool:
         return self.policy.backward == "represented"
 
@@ -164,7 +187,26 @@ class _Call:
             "wide": padded_dim(self.shape.dim),
             "wide_v": padded_dim(self.shape.dim_v),
             "p_exponent": self.policy.p_exponent if self.four_bit else 0,
+            "p_format": self.p_format,
         }
+
+    def publish_v(self, v: Tensor) -> "tuple[list[Tensor], Operand]":
+        """The bytes of V that backward reads, and V as the forward multiplies it: E4M3 with P in E4M3, otherwise BF16."""
+        from fp4mega.kernels.triton.forward import padded_operand
+        from fp4mega.kernels.triton.publish import publish_v
+        from fp4mega.kernels.triton.publish_values import publish_values
+
+        if self.fp8_pv:
+            saved, across = publish_v(v, self.shape.hidden)
+            return saved, padded_operand(across, saved[1])
+        forward, saved_format = (
+            self.policy.operands[name].format.removesuffix("_rceil")
+            for name in ("v", self.policy.backward_v)
+        )
+        saved, values, divisor = publish_values(
+            v, self.shape.hidden, forward=forward, saved=saved_format
+        )
+        return saved, padded_operand(values, divisor)
 
 
 def _forward(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
@@ -182,7 +224,6 @@ def _forward(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
     arguments: dict[str, Any] = {
         **call.tiles(),
         "sink": call.side.sink,
-        "fp8_pv": call.four_bit,
         "integer_max": policy.max_rule == "integer",
         "represented": policy.normalizer == "represented",
         "tile_n": policy.tile_n,
@@ -202,12 +243,11 @@ def _forward(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
         k_saved, k_largest, k_operand, k_scale = publish.publish_fp4(
             k, shape.hidden, nvfp4=nvfp4, inexact=inexact
         )
-        v_saved, v_across = publish.publish_v(v, shape.hidden)
+        v_saved, v_factor = call.publish_v(v)
         scores = (
             kernels.padded_operand(q_operand, q_scale),
             kernels.padded_operand(k_operand, k_scale),
         )
-        v_factor = kernels.padded_operand(v_across, v_saved[1])
         gate = kernels.GATE_NONE if nvfp4 else kernels.GATE_EXACT
         kernels.attention_forward(
             *scores, v_factor, shape, results, gate=gate, inexact=inexact, **arguments
@@ -222,6 +262,59 @@ def _forward(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
     if statistics is not None:
         saved.append(statistics)
     return Forward(call.leave_rows(out), call.leave_row_values(lse, -torch.inf), (*saved, *largest))
+
+
+def _direct_p(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
+    """The forward of a Direct-P policy; keys in the policy's order, sampled ones first."""
+    from fp4mega.kernels.triton.direct_p import direct_p_forward, swapped_keys
+    from fp4mega.kernels.triton.forward import padded_operand
+    from fp4mega.kernels.triton.publish import publish_fp4
+    from fp4mega.kernels.triton.publish_values import publish_values
+
+    shape, rule, dtype = call.shape, call.policy.direct_p, q.dtype
+    assert rule is not None
+    q, k, v = call.enter_rows(q), call.enter_keys(k), call.enter_keys(v)
+    if rule.reference == "sampled":
+        order = _sampled_first(shape.keys, rule.samples, q.device)
+        k, v = k[:, order], v[:, order]
+        shape = shape._replace(hidden=None if shape.hidden is None else shape.hidden[:, order])
+    inexact = call.flags(q)
+    q_saved, q_largest, q_operand, q_scale = publish_fp4(q, None, nvfp4=True, inexact=inexact)
+    swapped = swapped_keys(rule)
+    k_saved, k_largest, k_operand, k_scale = publish_fp4(
+        k, shape.hidden, nvfp4=True, inexact=inexact, swapped=swapped
+    )
+    # Sums that stand far below their worth need V near 1: float32 ends where a small V begins.
+    v_saved, v_operand, v_scale = publish_values(
+        v, shape.hidden, forward="amplitude", saved="amplitude",
+        power_a_head=rule.floor > 0, swapped=swapped,
+    )  # fmt: skip
+    out = q.new_empty((shape.batch, shape.rows, shape.heads, shape.dim_v), dtype=dtype)
+    lse = q.new_empty((shape.batch, shape.heads, shape.rows), dtype=torch.float32)
+    groups = shape.heads // shape.kv_heads
+    statistics = lse.new_empty((2, shape.batch, shape.kv_heads, groups, shape.rows))
+    sizes = call.tiles()
+    direct_p_forward(
+        padded_operand(q_operand, q_scale),
+        padded_operand(k_operand, k_scale),
+        padded_operand(v_operand, v_scale),
+        shape,
+        (out, lse, statistics),
+        rule,
+        sink=call.side.sink,
+        **{name: sizes[name] for name in ("softmax_scale", "wide", "wide_v")},
+    )
+    statistics = statistics.to(accumulator_dtype(dtype, call.policy))
+    saved = (*q_saved, *k_saved, *v_saved, statistics, q_largest, k_largest)
+    return Forward(call.leave_rows(out), call.leave_row_values(lse, -torch.inf), saved)
+
+
+def _sampled_first(keys: int, samples: int, device: torch.device) -> Tensor:
+    """The permutation of `fp4mega.attention.score_map.sample_order`, without waiting for the device: a graph can capture it."""
+    samples = min(samples, keys)
+    rest = torch.ones(keys, dtype=torch.uint8, device=device)
+    rest.index_fill_(0, torch.arange(samples, device=device) * keys // samples, 0)
+    return rest.argsort(stable=True)
 
 
 def _scores_in_bf16(
@@ -251,6 +344,7 @@ def _backward(
 ) -> Gradients:
     from fp4mega.kernels.triton import backward as kernels
     from fp4mega.kernels.triton import publish
+    from fp4mega.kernels.triton.center import center
     from fp4mega.kernels.triton.forward import (
         GATE_EXACT,
         GATE_INEXACT,
@@ -258,8 +352,9 @@ def _backward(
         padded_operand,
         strided_operand,
     )
+    from fp4mega.kernels.triton.publish_values import expand_values
 
-    shape, dtype = call.shape, call.outer.dtype
+    shape, policy, dtype = call.shape, call.policy, call.outer.dtype
     dout, out = call.enter_rows(dout), call.enter_rows(forward.out).contiguous()
     lse = call.enter_row_values(forward.lse, -torch.inf)
     dlse = None if dlse is None else call.enter_row_values(dlse, 0.0)
@@ -273,6 +368,7 @@ def _backward(
     )
     arguments: dict[str, Any] = {**call.tiles(), "represented": call.represented}
     p_exponent = arguments["p_exponent"]
+    widths = {name: arguments[name] for name in ("softmax_scale", "wide", "wide_v", "p_exponent")}
     if not call.four_bit:
         q, k, v = inputs
         assert q is not None and k is not None and v is not None  # noqa: PT018 - one invariant
@@ -285,6 +381,8 @@ def _backward(
             call.bf16(v, is_key=True), call.bf16(dout), nothing, nothing, nothing, terms
         )
         scores = (call.bf16(q), call.bf16(k, is_key=True))
+        if policy.backward == "centered":
+            center(*scores, factors, dlse, shape, **widths)
         kernels.attention_backward(*scores, factors, shape, gradients, **arguments)
     else:
         nvfp4 = call.nvfp4
@@ -313,32 +411,41 @@ def _backward(
             divisor = bytes_[2].view(shape.batch, -1) if nvfp4 else power
             operands.append(padded_operand(data, divisor))
             across.append(kernels.Across(transposed, power))
-        v_codes = strided_operand(v_saved[0].view(torch.float8_e4m3fn))
+        if call.four_bit_v:
+            # E4M3 does not hold MXFP4 values: dP in BF16, which holds them and those of E5M2.
+            v_factor, do = (
+                padded_operand(*expand_values(v_saved, shape.keys)),
+                do.to(torch.bfloat16),
+            )
+        else:
+            v_codes = strided_operand(v_saved[0].view(torch.float8_e4m3fn))
+            v_factor = v_codes._replace(scale=v_saved[1])
         factors = kernels.Factors(
-            v_codes._replace(scale=v_saved[1]),
+            v_factor,
             padded_operand(do, do_power),
             across[0],
             across[1],
             kernels.Across(do_across, do_power),
             terms,
         )
-        kernels.attention_backward(
-            operands[0],
-            operands[1],
-            factors,
-            shape,
-            gradients,
-            gate=GATE_NONE if nvfp4 else GATE_EXACT,
-            inexact=inexact,
-            **arguments,
-        )
+        scored: list[tuple[tuple[Operand, Operand], int]] = [
+            ((operands[0], operands[1]), GATE_NONE if nvfp4 else GATE_EXACT)
+        ]
         if not nvfp4:
-            in_bf16 = _scores_in_bf16(call, saved, largest, inexact)
+            scored.append((_scores_in_bf16(call, saved, largest, inexact), GATE_INEXACT))
+        for (q_scores, k_scores), gate in scored:
+            gated: dict[str, Any] = {"gate": gate, "inexact": inexact}
+            if policy.backward == "centered":
+                center(q_scores, k_scores, factors, dlse, shape, **widths, **gated)
             kernels.attention_backward(
-                *in_bf16, factors, shape, gradients, gate=GATE_INEXACT, inexact=inexact, **arguments
+                q_scores, k_scores, factors, shape, gradients, **arguments, **gated
             )
     dq, dk, dv = gradients
-    dsink = None if call.side.sink is None else _sink_gradient(call, terms.r, lse, statistics)
+    dsink = (
+        None
+        if call.side.sink is None
+        else _sink_gradient(call, terms.r * 2.0**p_exponent, lse, statistics)
+    )
     return Gradients(call.leave_rows(dq), call.leave_keys(dk), call.leave_keys(dv), dsink)
 
 

@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4mega.kernels.triton.arithmetic import power_of_two_scale, round_magnitude
-from fp4mega.kernels.triton.forward import GATE_NONE, Operand, Shape
+from fp4mega.kernels.triton.arithmetic import power_of_two_scale, round_probabilities
+from fp4mega.kernels.triton.forward import GATE_NONE, Operand, Shape, described
 from fp4mega.kernels.triton.tiles import (
+    in_operand_order,
     key_range,
     lengths,
     load_across,
@@ -32,11 +33,18 @@ from fp4mega.kernels.triton.tiles import (
 
 
 @triton.jit
-def _probabilities(z, shift, inverse, REPRESENTED: tl.constexpr, FP8: tl.constexpr):
-    """P of a tile; shift and inverse broadcast along keys."""
+def probabilities(
+    z, seen, shift, AXIS: tl.constexpr, MASKED: tl.constexpr, P_FORMAT: tl.constexpr, REPRESENTED: tl.constexpr
+):  # fmt: skip
+    """Published P of a tile whose keys run along AXIS, times L under the rule `represented`; shift broadcasts along keys; 0 where not `seen`."""
     p = tl.exp2(z - shift)
     if REPRESENTED:
-        p = (round_magnitude(p, 3, 7) if FP8 else p.to(tl.bfloat16).to(tl.float32)) * inverse
+        if MASKED and P_FORMAT == "mxfp4":
+            # What is hidden has no part in a block's scale.
+            p = tl.where(seen, p, 0.0)
+        p = round_probabilities(p, P_FORMAT, AXIS)
+    if MASKED:
+        p = tl.where(seen, p, 0.0)
     return p
 
 
@@ -45,25 +53,25 @@ def _walk_rows(
     dk, dv, k, v, q_base, q_across, do_base, do_across, shift_at, inverse_at, r_at, hidden_at,
     first, end, z_scale, dp_scale, dk_scale, dv_scale, keys_at, diagonal, left, right, length_k,
     rows, stride_q, stride_do, stride_across, dim, dim_v,
-    MASKED: tl.constexpr, FP8: tl.constexpr, REPRESENTED: tl.constexpr, P_EXPONENT: tl.constexpr,
+    MASKED: tl.constexpr, FP8: tl.constexpr, P_FORMAT: tl.constexpr, REPRESENTED: tl.constexpr, P_EXPONENT: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_HIDDEN: tl.constexpr,
     PAD_ROWS: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Everything is transposed, [keys, rows], so that P and dS are left factors as they come out of their products."""
     for start in tl.range(first, end, BLOCK_M):
         rows_at = start + tl.arange(0, BLOCK_M)
         q = load_tile(q_base, start, stride_q, rows, dim, BLOCK_M, BLOCK_D, PAD_ROWS, PAD_DIM)
         z = tl.dot(k, tl.trans(q)) * z_scale
-        inverse = 1.0
-        if REPRESENTED:
-            inverse = tl.load(inverse_at + rows_at)[None, :]
-        p = _probabilities(z, tl.load(shift_at + rows_at)[None, :], inverse, REPRESENTED, FP8)
+        seen = True
         if MASKED:
             seen = visible(
                 rows_at[None, :], keys_at[:, None], diagonal, left, right, length_k, hidden_at, HAS_LEFT, HAS_RIGHT, HAS_HIDDEN
             )  # fmt: skip
-            p = tl.where(seen, p, 0.0)
+        shift = tl.load(shift_at + rows_at)[None, :]
+        p = probabilities(z, seen, shift, 0, MASKED, P_FORMAT, REPRESENTED)
+        if REPRESENTED:
+            p = p * tl.load(inverse_at + rows_at)[None, :]
         do = load_tile(
             do_base, start, stride_do, rows, dim_v, BLOCK_M, BLOCK_DV, PAD_ROWS, PAD_DIM_V
         )
@@ -72,8 +80,8 @@ def _walk_rows(
         if FP8:
             # Both codes before both products: what stays live beside a product's own result is then 8 bit.
             unit = power_of_two_scale(tl.max(tl.max(tl.abs(ds), 1), 0), 8, 7)
-            p_codes = (p * 2.0**P_EXPONENT).to(tl.float8e4nv)
-            ds_codes = (ds * unit).to(tl.float8e4nv)
+            p_codes = in_operand_order(p.to(tl.float8e4nv), BLOCK_N, BLOCK_M)
+            ds_codes = in_operand_order((ds * unit).to(tl.float8e4nv), BLOCK_N, BLOCK_M)
             across = load_across(do_across, start, stride_across, BLOCK_DV, BLOCK_M)
             dv += tl.dot(p_codes, tl.trans(across)) * dv_scale
             across = load_across(q_across, start, stride_across, BLOCK_D, BLOCK_M)
@@ -90,7 +98,7 @@ def _dk_dv_kernel(
     shift_ptr, inverse_ptr, r_ptr, dk_ptr, dv_ptr, hidden_ptr, length_q_ptr, length_k_ptr, inexact_ptr,
     sqb, sqh, sqr, skb, skh, skr, svb, svh, svr, sob, soh, sor,
     heads, per_group, rows, rows_padded, keys, dim, dim_v, tiles, left, right, softmax_scale, softmax_scale_log2,
-    SCALED_QK: tl.constexpr, FP8: tl.constexpr, REPRESENTED: tl.constexpr, P_EXPONENT: tl.constexpr, GATE: tl.constexpr,
+    SCALED_QK: tl.constexpr, FP8: tl.constexpr, P_FORMAT: tl.constexpr, REPRESENTED: tl.constexpr, P_EXPONENT: tl.constexpr, GATE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_HIDDEN: tl.constexpr, LENGTHS: tl.constexpr,
     PAD_QK: tl.constexpr, PAD_V: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, PAD_DIM_DO: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -135,7 +143,9 @@ def _dk_dv_kernel(
         dv_scale = 1.0
         if FP8:
             do_power = tl.load(do_scale_ptr + bh)
-            dp_scale = tl.math.div_rn(tl.math.div_rn(1.0, do_power), tl.load(v_scale_ptr + bg))
+            dp_scale = tl.math.div_rn(
+                tl.math.div_rn(2.0**-P_EXPONENT, do_power), tl.load(v_scale_ptr + bg)
+            )
             dv_scale = tl.math.div_rn(2.0**-P_EXPONENT, do_power)
             dk_scale = tl.math.div_rn(1.0, tl.load(q_power_ptr + bh))
         q_base = q_ptr + b.to(tl.int64) * sqb + h.to(tl.int64) * sqh
@@ -153,22 +163,22 @@ def _dk_dv_kernel(
         dk, dv = _walk_rows(
             dk, dv, k, v, q_base, q_across, do_base, do_across, shift_at, inverse_at, r_at, hidden_at,
             first, bound, z_scale, dp_scale, dk_scale, dv_scale, keys_at, diagonal, left, right, length_k,
-            rows, sqr, sor, rows_padded, dim, dim_v, True, FP8, REPRESENTED, P_EXPONENT,
-            HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_QK, PAD_DIM, PAD_DIM_DO, BLOCK_M, BLOCK_D, BLOCK_DV,
+            rows, sqr, sor, rows_padded, dim, dim_v, True, FP8, P_FORMAT, REPRESENTED, P_EXPONENT,
+            HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_QK, PAD_DIM, PAD_DIM_DO, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         if not HAS_HIDDEN:
             dk, dv = _walk_rows(
                 dk, dv, k, v, q_base, q_across, do_base, do_across, shift_at, inverse_at, r_at, hidden_at,
                 bound, free, z_scale, dp_scale, dk_scale, dv_scale, keys_at, diagonal, left, right, length_k,
-                rows, sqr, sor, rows_padded, dim, dim_v, False, FP8, REPRESENTED, P_EXPONENT,
-                HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_QK, PAD_DIM, PAD_DIM_DO, BLOCK_M, BLOCK_D, BLOCK_DV,
+                rows, sqr, sor, rows_padded, dim, dim_v, False, FP8, P_FORMAT, REPRESENTED, P_EXPONENT,
+                HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_QK, PAD_DIM, PAD_DIM_DO, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
         if HAS_LEFT:
             dk, dv = _walk_rows(
                 dk, dv, k, v, q_base, q_across, do_base, do_across, shift_at, inverse_at, r_at, hidden_at,
                 free, end, z_scale, dp_scale, dk_scale, dv_scale, keys_at, diagonal, left, right, length_k,
-                rows, sqr, sor, rows_padded, dim, dim_v, True, FP8, REPRESENTED, P_EXPONENT,
-                HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_QK, PAD_DIM, PAD_DIM_DO, BLOCK_M, BLOCK_D, BLOCK_DV,
+                rows, sqr, sor, rows_padded, dim, dim_v, True, FP8, P_FORMAT, REPRESENTED, P_EXPONENT,
+                HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_QK, PAD_DIM, PAD_DIM_DO, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
     live = (keys_at < keys)[:, None]
     index = (b.to(tl.int64) * keys + keys_at) * kv_heads + g
@@ -183,31 +193,35 @@ def _dk_dv_kernel(
 
 @triton.jit
 def _walk_keys(
-    dq, q, do, shift, inverse, r, k_base, k_across, v_base, hidden_at,
+    dq, q, do, shift, r, k_base, k_across, v_base, k_line, k_across_line, hidden_at,
     first, end, z_scale, dp_scale, rows_at, diagonal, left, right, length_k,
-    keys, stride_k, stride_v, stride_across, dim, dim_v,
-    MASKED: tl.constexpr, FP8: tl.constexpr, REPRESENTED: tl.constexpr,
+    keys, stride_k, stride_v, dim, dim_v,
+    MASKED: tl.constexpr, FP8: tl.constexpr, P_FORMAT: tl.constexpr, REPRESENTED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_HIDDEN: tl.constexpr,
     PAD_K: tl.constexpr, PAD_V: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     for start in tl.range(first, end, BLOCK_N):
-        k = load_tile(k_base, start, stride_k, keys, dim, BLOCK_N, BLOCK_D, PAD_K, PAD_DIM)
-        p = _probabilities(
-            tl.dot(q, tl.trans(k)) * z_scale, shift[:, None], inverse[:, None], REPRESENTED, FP8
-        )
+        if FP8:
+            k = k_base.load([k_line + start, 0])
+        else:
+            k = load_tile(k_base, start, stride_k, keys, dim, BLOCK_N, BLOCK_D, PAD_K, PAD_DIM)
+        z = tl.dot(q, tl.trans(k)) * z_scale
+        seen = True
         if MASKED:
             keys_at = start + tl.arange(0, BLOCK_N)
             seen = visible(
                 rows_at[:, None], keys_at[None, :], diagonal, left, right, length_k, hidden_at, HAS_LEFT, HAS_RIGHT, HAS_HIDDEN
             )  # fmt: skip
-            p = tl.where(seen, p, 0.0)
+        p = probabilities(z, seen, shift[:, None], 1, MASKED, P_FORMAT, REPRESENTED)
         v = load_tile(v_base, start, stride_v, keys, dim_v, BLOCK_N, BLOCK_DV, PAD_V, PAD_DIM_V)
-        ds = p * (tl.dot(do, tl.trans(v)) * dp_scale - r[:, None])
+        # What P is short of its worth is in both terms.
+        ds = p * (tl.dot(do, tl.trans(v)) * dp_scale[:, None] - r[:, None])
         if FP8:
             unit = power_of_two_scale(tl.max(tl.max(tl.abs(ds), 1), 0), 8, 7)
-            across = load_across(k_across, start, stride_across, BLOCK_D, BLOCK_N)
-            dq += tl.dot((ds * unit).to(tl.float8e4nv), tl.trans(across)) * (1.0 / unit)
+            across = k_across.load([k_across_line, start])
+            codes = in_operand_order((ds * unit).to(tl.float8e4nv), BLOCK_M, BLOCK_N)
+            dq += tl.dot(codes, tl.trans(across)) * (1.0 / unit)
         else:
             dq = tl.dot(ds.to(tl.bfloat16), k, dq)
     return dq
@@ -219,7 +233,7 @@ def _dq_kernel(
     shift_ptr, inverse_ptr, r_ptr, dq_ptr, hidden_ptr, length_q_ptr, length_k_ptr, inexact_ptr,
     sqb, sqh, sqr, skb, skh, skr, svb, svh, svr, sob, soh, sor,
     heads, per_group, rows, rows_padded, keys, keys_padded, dim, dim_v, tiles, left, right, softmax_scale, softmax_scale_log2,
-    SCALED_QK: tl.constexpr, FP8: tl.constexpr, REPRESENTED: tl.constexpr, GATE: tl.constexpr,
+    SCALED_QK: tl.constexpr, FP8: tl.constexpr, P_FORMAT: tl.constexpr, REPRESENTED: tl.constexpr, P_EXPONENT: tl.constexpr, GATE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_HIDDEN: tl.constexpr, LENGTHS: tl.constexpr,
     PAD_QK: tl.constexpr, PAD_V: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, PAD_DIM_DO: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -246,17 +260,18 @@ def _dq_kernel(
         )
     q_base = q_ptr + b.to(tl.int64) * sqb + h.to(tl.int64) * sqh
     do_base = do_ptr + b.to(tl.int64) * sob + h.to(tl.int64) * soh
-    k_base = k_ptr + b.to(tl.int64) * skb + g.to(tl.int64) * skh
+    k_base = k_ptr
+    if not FP8:
+        k_base = k_ptr + b.to(tl.int64) * skb + g.to(tl.int64) * skh
     v_base = v_ptr + b.to(tl.int64) * svb + g.to(tl.int64) * svh
     dp_scale = 1.0
     dq_scale = softmax_scale
-    k_across = k_across_ptr
     if FP8:
         dp_scale = tl.math.div_rn(
-            tl.math.div_rn(1.0, tl.load(do_scale_ptr + bh)), tl.load(v_scale_ptr + bg)
+            tl.math.div_rn(2.0**-P_EXPONENT, tl.load(do_scale_ptr + bh)),
+            tl.load(v_scale_ptr + bg),
         )
         dq_scale = tl.math.div_rn(dq_scale, tl.load(k_power_ptr + bg))
-        k_across = k_across_ptr + bg.to(tl.int64) * BLOCK_D * keys_padded
     hidden_at = hidden_ptr
     if HAS_HIDDEN:
         hidden_at = hidden_ptr + b.to(tl.int64) * keys
@@ -266,29 +281,31 @@ def _dq_kernel(
     line = bh.to(tl.int64) * rows_padded + rows_at
     shift = tl.load(shift_ptr + line)
     r = tl.load(r_ptr + line)
-    inverse = shift
+    dp_scale = tl.zeros([BLOCK_M], tl.float32) + dp_scale
     if REPRESENTED:
         inverse = tl.load(inverse_ptr + line)
+        dp_scale = dp_scale * inverse
+        r = r * inverse
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     first, free, bound, end = key_range(
         row, diagonal, left, right, length_k, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_HIDDEN
     )
     if HAS_LEFT:
         dq = _walk_keys(
-            dq, q, do, shift, inverse, r, k_base, k_across, v_base, hidden_at, first, free, z_scale, dp_scale, rows_at,
-            diagonal, left, right, length_k, keys, skr, svr, keys_padded, dim, dim_v, True, FP8, REPRESENTED,
-            HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_QK, PAD_V, PAD_DIM, PAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV,
+            dq, q, do, shift, r, k_base, k_across_ptr, v_base, bg * keys_padded, bg * BLOCK_D, hidden_at, first, free, z_scale, dp_scale, rows_at,
+            diagonal, left, right, length_k, keys, skr, svr, dim, dim_v, True, FP8, P_FORMAT, REPRESENTED,
+            HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_QK, PAD_V, PAD_DIM, PAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     if not HAS_HIDDEN:
         dq = _walk_keys(
-            dq, q, do, shift, inverse, r, k_base, k_across, v_base, hidden_at, free, bound, z_scale, dp_scale, rows_at,
-            diagonal, left, right, length_k, keys, skr, svr, keys_padded, dim, dim_v, False, FP8, REPRESENTED,
-            HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, False, False, PAD_DIM, PAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV,
+            dq, q, do, shift, r, k_base, k_across_ptr, v_base, bg * keys_padded, bg * BLOCK_D, hidden_at, free, bound, z_scale, dp_scale, rows_at,
+            diagonal, left, right, length_k, keys, skr, svr, dim, dim_v, False, FP8, P_FORMAT, REPRESENTED,
+            HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, False, False, PAD_DIM, PAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     dq = _walk_keys(
-        dq, q, do, shift, inverse, r, k_base, k_across, v_base, hidden_at, bound, end, z_scale, dp_scale, rows_at,
-        diagonal, left, right, length_k, keys, skr, svr, keys_padded, dim, dim_v, True, FP8, REPRESENTED,
-        HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_QK, PAD_V, PAD_DIM, PAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV,
+        dq, q, do, shift, r, k_base, k_across_ptr, v_base, bg * keys_padded, bg * BLOCK_D, hidden_at, bound, end, z_scale, dp_scale, rows_at,
+        diagonal, left, right, length_k, keys, skr, svr, dim, dim_v, True, FP8, P_FORMAT, REPRESENTED,
+        HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_QK, PAD_V, PAD_DIM, PAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
     )  # fmt: skip
     cols = tl.arange(0, BLOCK_D)
     at = dq_ptr + ((b.to(tl.int64) * rows + rows_at) * heads + h)[:, None] * dim + cols[None, :]
@@ -300,7 +317,7 @@ def _dq_kernel(
 
 
 class RowTerms(NamedTuple):
-    """Per row, [B, H, padded rows]: P = 2^(z - shift) * inverse, and r = rowsum(out * dO) - dlse."""
+    """Per row, [B, H, padded rows]: published P = 2^(z - shift) * inverse, and r = (rowsum(out * dO) - dlse) / 2^p_exponent."""
 
     shift: Tensor
     inverse: Tensor
@@ -356,14 +373,18 @@ def attention_backward(
     wide: int,
     wide_v: int,
     represented: bool,
+    p_format: str,
     p_exponent: int,
     gate: int = GATE_NONE,
     inexact: Tensor | None = None,
 ) -> None:
-    """Fill dq, dk, dv (contiguous, [B, rows, heads, dim]) of the heads that `gate` selects."""
+    """Fill dq, dk, dv (contiguous, [B, rows, heads, dim]) of the heads that `gate` selects.
+
+    Gradient products are 8 bit where `factors` has transposed operands, BF16 otherwise; dP is the product of whatever dO and V are.
+    """
     dq, dk, dv = gradients
     v, do, q_across, k_across, do_across, terms = factors
-    fp8 = do.data.dtype == torch.float8_e5m2
+    fp8 = do_across.data is not None
     fp8_scores = q.data.dtype == torch.float8_e4m3fn
     for_keys = dk_dv_tile(wide, wide_v, fp8)
     for_rows = dq_tile(wide, wide_v, fp8, fp8_scores)
@@ -373,7 +394,9 @@ def attention_backward(
     flags = {
         "SCALED_QK": q.scale is not None,
         "FP8": fp8,
+        "P_FORMAT": p_format,
         "REPRESENTED": represented,
+        "P_EXPONENT": p_exponent,
         "GATE": gate,
         "HAS_LEFT": shape.left is not None,
         "HAS_RIGHT": shape.right is not None,
@@ -389,16 +412,21 @@ def attention_backward(
         "BLOCK_DV": wide_v,
     }
     tiles = triton.cdiv(shape.keys, for_keys["BLOCK_N"])
+    by_keys = (k.data, k_across.data)
+    if fp8:
+        assert k_across.data is not None
+        long = for_rows["BLOCK_N"]
+        by_keys = (described(k.data, (long, wide)), described(k_across.data, (wide, long)))
     _dk_dv_kernel[(tiles * shape.batch * shape.kv_heads,)](
         q.data, k.data, v.data, do.data, q_across.data, do_across.data, q.scale, k.scale, v.scale, do.scale, q_across.power,
         terms.shift, terms.inverse, terms.r, dk, dv, shape.hidden, shape.length_q, shape.length_k, inexact,
         *strides, shape.heads, per_group, shape.rows, rows_padded, shape.keys, shape.dim, shape.dim_v, tiles, *ends,
-        P_EXPONENT=p_exponent, **flags, **for_keys,
+        **flags, **for_keys,
     )  # fmt: skip
     tiles = triton.cdiv(shape.rows, for_rows["BLOCK_M"])
     keys_padded = k_across.data.shape[-1] if k_across.data is not None else 0
     _dq_kernel[(tiles * shape.batch * shape.heads,)](
-        q.data, k.data, v.data, do.data, k_across.data, q.scale, k.scale, v.scale, do.scale, k_across.power,
+        q.data, by_keys[0], v.data, do.data, by_keys[1], q.scale, k.scale, v.scale, do.scale, k_across.power,
         terms.shift, terms.inverse, terms.r, dq, shape.hidden, shape.length_q, shape.length_k, inexact,
         *strides, shape.heads, per_group, shape.rows, rows_padded, shape.keys, keys_padded, shape.dim, shape.dim_v, tiles, *ends,
         **flags, **for_rows,

@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fp4mega.kernels.triton.arithmetic import round_magnitude
-from fp4mega.kernels.triton.tiles import key_range, lengths, load_across, load_tile, visible
+from fp4mega.kernels.triton.arithmetic import natural_log, round_magnitude, round_probabilities
+from fp4mega.kernels.triton.tiles import in_operand_order, key_range, lengths, load_tile, visible
 
 GATE_NONE, GATE_EXACT, GATE_INEXACT = 0, 1, 2
 """Run every head; only heads whose `inexact` flag is down (FP8 scores); only those whose flag is up (BF16 scores)."""
@@ -44,15 +45,19 @@ class Shape(NamedTuple):
 
 @triton.jit
 def _walk_keys(
-    acc, total, top, q, k_base, v_base, hidden_at, first, end, z_scale, rows_at,
+    acc, total, top, q, k_base, v_base, k_line, v_line, hidden_at, first, end, z_scale, rows_at,
     diagonal, left, right, length_k, keys, stride_k, stride_v, dim, dim_v,
-    MASKED: tl.constexpr, FP8_PV: tl.constexpr, INTEGER_MAX: tl.constexpr, REPRESENTED: tl.constexpr, P_EXPONENT: tl.constexpr,
+    WHOLE_TILES: tl.constexpr, MASKED: tl.constexpr, FP8_PV: tl.constexpr, P_FORMAT: tl.constexpr, INTEGER_MAX: tl.constexpr, REPRESENTED: tl.constexpr,
+    P_EXPONENT: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_HIDDEN: tl.constexpr,
     PAD_KEYS: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     for start in tl.range(first, end, BLOCK_N):
-        k = load_tile(k_base, start, stride_k, keys, dim, BLOCK_N, BLOCK_D, PAD_KEYS, PAD_DIM)
+        if WHOLE_TILES:
+            k = k_base.load([k_line + start, 0])
+        else:
+            k = load_tile(k_base, start, stride_k, keys, dim, BLOCK_N, BLOCK_D, PAD_KEYS, PAD_DIM)
         z = tl.dot(q, tl.trans(k))
         if MASKED:
             keys_at = start + tl.arange(0, BLOCK_N)
@@ -79,16 +84,22 @@ def _walk_keys(
                 p = round_magnitude(p, 3, 7)
             codes = p.to(tl.float8e4nv)
             total = total * rescale + tl.sum(p, 1)
-            v = load_across(v_base, start, stride_v, BLOCK_DV, BLOCK_N)
+            v = v_base.load([v_line, start])
+            codes = in_operand_order(codes, BLOCK_M, BLOCK_N)
             acc = acc * rescale[:, None] + tl.dot(codes, tl.trans(v))
         else:
-            half = p.to(tl.bfloat16)
+            # E4M3 and MXFP4 values, and those of V, are exact in BF16.
+            rounded = round_probabilities(p, P_FORMAT, 1)
+            half = rounded.to(tl.bfloat16)
             if REPRESENTED:
-                p = half.to(tl.float32)
+                p = rounded
             total = total * rescale + tl.sum(p, 1)
-            v = load_tile(
-                v_base, start, stride_v, keys, dim_v, BLOCK_N, BLOCK_DV, PAD_KEYS, PAD_DIM_V
-            )
+            if WHOLE_TILES:
+                v = v_base.load([v_line + start, 0])
+            else:
+                v = load_tile(
+                    v_base, start, stride_v, keys, dim_v, BLOCK_N, BLOCK_DV, PAD_KEYS, PAD_DIM_V
+                )
             acc = tl.dot(half, v, acc * rescale[:, None])
     return acc, total, top
 
@@ -99,7 +110,8 @@ def _forward_kernel(
     sink_ptr, hidden_ptr, length_q_ptr, length_k_ptr, inexact_ptr,
     sqb, sqh, sqr, skb, skh, skr, svb, svh, svr,
     heads, per_group, rows, keys, dim, dim_v, tiles, total_rows, left, right, softmax_scale_log2,
-    SCALED_QK: tl.constexpr, FP8_PV: tl.constexpr, INTEGER_MAX: tl.constexpr, REPRESENTED: tl.constexpr,
+    WHOLE_TILES: tl.constexpr, SCALED_QK: tl.constexpr, SCALED_V: tl.constexpr, FP8_PV: tl.constexpr, P_FORMAT: tl.constexpr,
+    INTEGER_MAX: tl.constexpr, REPRESENTED: tl.constexpr,
     P_EXPONENT: tl.constexpr, STATISTICS: tl.constexpr, SINK: tl.constexpr, GATE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_HIDDEN: tl.constexpr, LENGTHS: tl.constexpr,
     PAD_ROWS: tl.constexpr, PAD_KEYS: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr,
@@ -127,8 +139,16 @@ def _forward_kernel(
             tl.math.div_rn(z_scale, tl.load(q_scale_ptr + bh)), tl.load(k_scale_ptr + bg)
         )
     q_base = q_ptr + b.to(tl.int64) * sqb + h.to(tl.int64) * sqh
-    k_base = k_ptr + b.to(tl.int64) * skb + (h // per_group).to(tl.int64) * skh
-    v_base = v_ptr + b.to(tl.int64) * svb + (h // per_group).to(tl.int64) * svh
+    k_base = k_ptr
+    v_base = v_ptr
+    k_line = 0
+    v_line = 0
+    if WHOLE_TILES:
+        k_line = bg * (skh // skr)
+        v_line = bg * (svh // svr)
+    else:
+        k_base = k_ptr + b.to(tl.int64) * skb + (h // per_group).to(tl.int64) * skh
+        v_base = v_ptr + b.to(tl.int64) * svb + (h // per_group).to(tl.int64) * svh
     hidden_at = hidden_ptr
     if HAS_HIDDEN:
         hidden_at = hidden_ptr + b.to(tl.int64) * keys
@@ -149,20 +169,20 @@ def _forward_kernel(
     )
     if HAS_LEFT:
         acc, total, top = _walk_keys(
-            acc, total, top, q, k_base, v_base, hidden_at, first, free, z_scale, rows_at,
-            diagonal, left, right, length_k, keys, skr, svr, dim, dim_v, True, FP8_PV, INTEGER_MAX, REPRESENTED, P_EXPONENT,
-            HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_KEYS, PAD_DIM, PAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV,
+            acc, total, top, q, k_base, v_base, k_line, v_line, hidden_at, first, free, z_scale, rows_at,
+            diagonal, left, right, length_k, keys, skr, svr, dim, dim_v, WHOLE_TILES, True, FP8_PV, P_FORMAT, INTEGER_MAX, REPRESENTED, P_EXPONENT,
+            HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_KEYS, PAD_DIM, PAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     if not HAS_HIDDEN:
         acc, total, top = _walk_keys(
-            acc, total, top, q, k_base, v_base, hidden_at, free, bound, z_scale, rows_at,
-            diagonal, left, right, length_k, keys, skr, svr, dim, dim_v, False, FP8_PV, INTEGER_MAX, REPRESENTED, P_EXPONENT,
-            HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, False, PAD_DIM, PAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV,
+            acc, total, top, q, k_base, v_base, k_line, v_line, hidden_at, free, bound, z_scale, rows_at,
+            diagonal, left, right, length_k, keys, skr, svr, dim, dim_v, WHOLE_TILES, False, FP8_PV, P_FORMAT, INTEGER_MAX, REPRESENTED, P_EXPONENT,
+            HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, False, PAD_DIM, PAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     acc, total, top = _walk_keys(
-        acc, total, top, q, k_base, v_base, hidden_at, bound, end, z_scale, rows_at,
-        diagonal, left, right, length_k, keys, skr, svr, dim, dim_v, True, FP8_PV, INTEGER_MAX, REPRESENTED, P_EXPONENT,
-        HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_KEYS, PAD_DIM, PAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV,
+        acc, total, top, q, k_base, v_base, k_line, v_line, hidden_at, bound, end, z_scale, rows_at,
+        diagonal, left, right, length_k, keys, skr, svr, dim, dim_v, WHOLE_TILES, True, FP8_PV, P_FORMAT, INTEGER_MAX, REPRESENTED, P_EXPONENT,
+        HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_KEYS, PAD_DIM, PAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
     )  # fmt: skip
 
     live = rows_at < rows
@@ -173,14 +193,21 @@ def _forward_kernel(
     # L is 0 for a row that sees no key: its output is 0 and its log-sum-exp -inf. NaN is not 0.
     empty = total == 0.0
     inverse = tl.math.div_rn(tl.full([BLOCK_M], 1.0, tl.float32), tl.where(empty, 1.0, total))
-    if FP8_PV:
-        inverse = tl.math.div_rn(inverse, tl.load(v_scale_ptr + bg))
-    out = tl.where(empty[:, None], 0.0, acc * inverse[:, None])
+    out = acc * inverse[:, None]
+    if out_ptr.dtype.element_ty == tl.float32:
+        # A correctly rounded quotient; where it is not finite there is nothing to correct.
+        remainder = tl.fma(-out, tl.zeros_like(out) + total[:, None], acc)
+        better = tl.fma(remainder, tl.zeros_like(out) + inverse[:, None], out)
+        out = tl.where(better == better, better, out)
+    if SCALED_V:
+        # A power of two, so the order does not matter.
+        out = out * tl.math.div_rn(1.0, tl.load(v_scale_ptr + bg))
+    out = tl.where(empty[:, None], 0.0, out)
     cols = tl.arange(0, BLOCK_DV)
     at = out_ptr + ((b.to(tl.int64) * rows + rows_at) * heads + h)[:, None] * dim_v + cols[None, :]
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (cols < dim_v)[None, :])
     total = total * 2.0**-P_EXPONENT
-    lse = (tl.where(empty, 0.0, top) + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453
+    lse = natural_log(tl.where(empty, 1.0, total), tl.where(empty, 0.0, top))
     row_index = bh.to(tl.int64) * rows + rows_at
     tl.store(lse_ptr + row_index, tl.where(empty, float("-inf"), lse), mask=live)
     if STATISTICS:
@@ -207,13 +234,21 @@ def strided_operand(x: Tensor) -> Operand:
     return Operand(x, (x.stride(0), x.stride(2), x.stride(1)), None, False)
 
 
+def described(data: Tensor, tile: tuple[int, int]) -> TensorDescriptor:
+    """A contiguous [B, heads, rows, columns] operand as a matrix of B * heads * rows rows from which tiles are loaded whole."""
+    return TensorDescriptor.from_tensor(data.flatten(0, 2), list(tile))
+
+
 def forward_tile(wide: int, wide_v: int, fp8_scores: bool, fp8_pv: bool) -> dict[str, int]:
     """Tile height, warps and stages by head dims, measured on an H200."""
     if max(wide, wide_v) > 128:
         return {"BLOCK_M": 64, "num_warps": 8, "num_stages": 2 if fp8_pv else 1}
-    if fp8_scores:
-        return {"BLOCK_M": 64, "num_warps": 4, "num_stages": 3}
-    return {"BLOCK_M": 128, "num_warps": 8, "num_stages": 3 if fp8_pv else 2}
+    if fp8_scores and fp8_pv:
+        # 168 registers: three programs on a multiprocessor.
+        return {"BLOCK_M": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168}
+    if fp8_pv:
+        return {"BLOCK_M": 64, "num_warps": 4, "num_stages": 2}
+    return {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2}
 
 
 def attention_forward(
@@ -227,7 +262,7 @@ def attention_forward(
     softmax_scale: float,
     wide: int,
     wide_v: int,
-    fp8_pv: bool,
+    p_format: str,
     integer_max: bool,
     represented: bool,
     p_exponent: int,
@@ -235,18 +270,27 @@ def attention_forward(
     gate: int = GATE_NONE,
     inexact: Tensor | None = None,
 ) -> None:
-    """Fill out [B, S, H, Dv], lse [B, H, S] and statistics [2, B, H, S] (or None) of the heads that `gate` selects."""
+    """Fill out [B, S, H, Dv], lse [B, H, S] and statistics [2, B, H, S] (or None) of the heads that `gate` selects.
+
+    `p_format`: `e4m3`, `mxfp4` or `bf16`. V is E4M3, transposed, when P is too, and BF16 otherwise.
+    """
     out, lse, statistics = results
     fp8_scores = q.data.dtype == torch.float8_e4m3fn
+    fp8_pv = v.data.dtype == torch.float8_e4m3fn
     config = forward_tile(wide, wide_v, fp8_scores, fp8_pv)
     tiles = triton.cdiv(shape.rows, config["BLOCK_M"])
+    whole = k.padded and v.padded
+    k_data, v_data = k.data, v.data
+    if whole:
+        k_data = described(k.data, (tile_n, wide))
+        v_data = described(v.data, (wide_v, tile_n) if fp8_pv else (tile_n, wide_v))
     _forward_kernel[(tiles * shape.batch * shape.heads,)](
-        q.data, k.data, v.data, q.scale, k.scale, v.scale, out, lse, statistics,
+        q.data, k_data, v_data, q.scale, k.scale, v.scale, out, lse, statistics,
         sink, shape.hidden, shape.length_q, shape.length_k, inexact,
         *q.strides, *k.strides, *v.strides,
         shape.heads, shape.heads // shape.kv_heads, shape.rows, shape.keys, shape.dim, shape.dim_v, tiles,
         shape.batch * shape.heads * shape.rows, shape.left or 0, shape.right or 0, softmax_scale * 1.4426950408889634,
-        SCALED_QK=q.scale is not None, FP8_PV=fp8_pv, INTEGER_MAX=integer_max, REPRESENTED=represented,
+        WHOLE_TILES=whole, SCALED_QK=q.scale is not None, SCALED_V=v.scale is not None, FP8_PV=fp8_pv, P_FORMAT=p_format, INTEGER_MAX=integer_max, REPRESENTED=represented,
         P_EXPONENT=p_exponent, STATISTICS=statistics is not None, SINK=sink is not None, GATE=gate,
         HAS_LEFT=shape.left is not None, HAS_RIGHT=shape.right is not None, BOTTOM_RIGHT=shape.bottom_right,
         HAS_HIDDEN=shape.hidden is not None, LENGTHS=shape.length_q is not None,

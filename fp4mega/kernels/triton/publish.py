@@ -7,7 +7,8 @@ whole tiles, and never saved:
 - NVFP4 Q, K for scores: element times block scale, at most 6 significant bits, exact in BF16; the FP32 number is left to the product.
 - MXFP4 Q, K for scores: E4M3 under one power of two a head. Exact as long as the head's values span no more than E4M3 does; a head for
   which they do raises its `inexact` flag and is computed from the same values in BF16 instead.
-- Q, K for gradients: E4M3 with a power of two a head, transposed. V: E4M3 transposed. dO: E5M2 in both orientations.
+- Q, K for gradients: E4M3 with a power of two a head, transposed. V: E4M3 transposed. dO: E5M2 in both orientations. Rows of transposed
+  operands lie in the order that `in_operand_order` says.
 """
 
 # A kernel's arguments have Triton's own types.
@@ -25,6 +26,7 @@ from fp4mega.kernels.triton.arithmetic import (
     e2m1_value,
     e4m3_scale_value,
     e8m0_value,
+    fp8_code,
     from_bits,
     nvfp4_global,
     power_of_two_scale,
@@ -33,6 +35,7 @@ from fp4mega.kernels.triton.arithmetic import (
     sign_for,
     with_sign,
 )
+from fp4mega.kernels.triton.tiles import in_operand_order, swap_pairs
 
 # The three kernels below that cast to FP8 do not specialize on `rows`: with rows = 1 known, the zeros of the rows beyond are known too, and
 # ptxas 12.8 packs two equal FP8 pairs into one register wrongly.
@@ -52,7 +55,7 @@ def padded_dim(dim: int) -> int:
 
 
 @triton.jit
-def _load_rows(
+def load_rows(
     x_ptr, hidden_ptr, b, h, rows_at, cols, rows, dim, sxb, sxr, sxh, sxd, HIDDEN: tl.constexpr
 ):
     """float32 [rows, cols] of one head, zeros outside and where a row is hidden."""
@@ -75,7 +78,7 @@ def _amax_kernel(
     tile, bh = pid % tiles, pid // tiles
     b, h = bh // heads, bh % heads
     rows_at, cols = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
-    x = _load_rows(x_ptr, hidden_ptr, b, h, rows_at, cols, rows, dim, sxb, sxr, sxh, sxd, HIDDEN)
+    x = load_rows(x_ptr, hidden_ptr, b, h, rows_at, cols, rows, dim, sxb, sxr, sxh, sxd, HIDDEN)
     largest = tl.max(tl.max(bits_of(x) & 0x7FFFFFFF, axis=1), axis=0)
     tl.atomic_max(amax_ptr + bh, largest, sem="relaxed")
 
@@ -84,16 +87,19 @@ def _amax_kernel(
 def _publish_fp4_kernel(
     x_ptr, hidden_ptr, amax_ptr, codes_ptr, scale_ptr, global_ptr, largest_ptr, operand_ptr, inexact_ptr,
     sxb, sxr, sxh, sxd, rows, rows_padded, heads, per_group, dim,
-    NVFP4: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    NVFP4: tl.constexpr, HIDDEN: tl.constexpr, SWAPPED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Codes, block scales, FP32 number, largest represented magnitude (times the FP32 number) and scores operand of one tile."""
+    """Codes, block scales, FP32 number, largest represented magnitude (times the FP32 number) and scores operand of one tile.
+
+    SWAPPED: rows of the operand, not of the bytes, are at `swap_pairs` of their place.
+    """
     BLOCK: tl.constexpr = 16 if NVFP4 else 32
     pid = tl.program_id(0)
     tiles = rows_padded // BLOCK_R
     tile, bh = pid % tiles, pid // tiles
     b, h = bh // heads, bh % heads
     rows_at, cols = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
-    x = _load_rows(x_ptr, hidden_ptr, b, h, rows_at, cols, rows, dim, sxb, sxr, sxh, sxd, HIDDEN)
+    x = load_rows(x_ptr, hidden_ptr, b, h, rows_at, cols, rows, dim, sxb, sxr, sxh, sxd, HIDDEN)
     amax_bits = tl.load(amax_ptr + bh)
     amax = from_bits(amax_bits)
     blocks = tl.reshape(x, [BLOCK_R, BLOCK_D // BLOCK, BLOCK])
@@ -148,7 +154,8 @@ def _publish_fp4_kernel(
     )
 
     finite = amax_bits < 0x7F800000
-    at = operand_ptr + (bh.to(tl.int64) * rows_padded + rows_at)[:, None] * BLOCK_D + cols[None, :]
+    slots = swap_pairs(rows_at) if SWAPPED else rows_at
+    at = operand_ptr + (bh.to(tl.int64) * rows_padded + slots)[:, None] * BLOCK_D + cols[None, :]
     if NVFP4:
         # The largest value of a head is 6 in a block of scale 448, except where the FP32 number had to be kept finite.
         largest = bits_of(tl.where(amax_bits == 0, 0.0, amax * 0.0 + 2688.0))
@@ -244,13 +251,13 @@ def _expand_fp4_kernel(
                 quotient = value * inverse
                 remainder = tl.fma(-quotient, tl.zeros_like(value) + divisor, value)
                 value = tl.fma(remainder, tl.zeros_like(value) + inverse, quotient)
-            code = (value * power).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+            code = fp8_code(value, power, 3, 7).to(tl.uint8)
             across = (
                 gradient_ptr
                 + (bh.to(tl.int64) * BLOCK_D + cols)[:, None] * rows_padded
                 + rows_at[None, :]
             )
-            tl.store(across, tl.trans(code))
+            tl.store(across, in_operand_order(tl.trans(code), BLOCK_D, BLOCK_R))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -266,11 +273,11 @@ def _publish_fp8_kernel(
     tile, bh = pid % tiles, pid // tiles
     b, h = bh // heads, bh % heads
     rows_at, cols = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
-    x = _load_rows(x_ptr, hidden_ptr, b, h, rows_at, cols, rows, dim, sxb, sxr, sxh, sxd, HIDDEN)
+    x = load_rows(x_ptr, hidden_ptr, b, h, rows_at, cols, rows, dim, sxb, sxr, sxh, sxd, HIDDEN)
     power = power_of_two_scale(from_bits(tl.load(amax_ptr + bh)), EMAX, BIAS)
     if tile == 0:
         tl.store(power_ptr + bh, power)
-    code = (x * power).to(tl.float8e4nv if EMAX == 8 else tl.float8e5).to(tl.uint8, bitcast=True)
+    code = fp8_code(x, power, 3 if EMAX == 8 else 2, BIAS).to(tl.uint8)
     at = (
         codes_ptr
         + b.to(tl.int64) * scb
@@ -282,7 +289,7 @@ def _publish_fp8_kernel(
     across = (
         across_ptr + (bh.to(tl.int64) * BLOCK_D + cols)[:, None] * rows_padded + rows_at[None, :]
     )
-    tl.store(across, tl.trans(code))
+    tl.store(across, in_operand_order(tl.trans(code), BLOCK_D, BLOCK_R))
 
 
 @triton.jit
@@ -294,7 +301,7 @@ def _row_terms_kernel(
 ):  # fmt: skip
     """What backward needs a number of for each row: r = rowsum(out * dO) - dlse, and how 2^z becomes P.
 
-    P = 2^(z - shift) * inverse; rows that see nothing, and padding, have shift +inf, so their P is 0 without a mask.
+    2^P_EXPONENT P = 2^(z - shift) * inverse, and r is stored over 2^P_EXPONENT, so that P (dP - r) keeps its worth; rows that see nothing, and padding, have shift +inf, so their P is 0 without a mask.
     dO is the published one: E5M2 under the head's power of two, or BF16.
     """
     pid = tl.program_id(0)
@@ -328,22 +335,26 @@ def _row_terms_kernel(
     if DLSE:
         r = r - tl.load(dlse_ptr + row, mask=live, other=0.0).to(tl.float32)
     padded = bh.to(tl.int64) * rows_padded + rows_at
-    tl.store(r_ptr + padded, r)
+    tl.store(r_ptr + padded, r * 2.0**-P_EXPONENT)
     if REPRESENTED:
         top = tl.load(statistics_ptr + row, mask=live, other=0.0)
         total = tl.load(statistics_ptr + total_rows + row, mask=live, other=0.0)
         seen = total != 0
         tl.store(shift_ptr + padded, tl.where(seen, top - P_EXPONENT, float("inf")))
-        inverse = tl.math.div_rn(
-            tl.full(total.shape, 2.0**-P_EXPONENT, tl.float32), tl.where(seen, total, 1.0)
-        )
+        inverse = tl.math.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.where(seen, total, 1.0))
         tl.store(inverse_ptr + padded, tl.where(seen, inverse, 0.0))
     else:
         lse = tl.load(lse_ptr + row, mask=live, other=float("-inf"))
         tl.store(
             shift_ptr + padded,
-            tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634),
+            tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634 - P_EXPONENT),
         )
+
+
+def in_natural_order(across: Tensor) -> Tensor:
+    """A transposed operand [..., rows] with its rows where they were: the inverse of `in_operand_order`."""
+    groups = across.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2)
+    return groups.flatten(-4)
 
 
 def head_amax(x: Tensor, hidden: Tensor | None) -> Tensor:
@@ -359,13 +370,14 @@ def head_amax(x: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 def publish_fp4(
-    x: Tensor, hidden: Tensor | None, *, nvfp4: bool, inexact: Tensor
+    x: Tensor, hidden: Tensor | None, *, nvfp4: bool, inexact: Tensor, swapped: bool = False
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     """x [B, rows, heads, dim] as NVFP4 or MXFP4 `rceil`.
 
     Returns the QTensor's tensors (codes, scale, and for NVFP4 the FP32 number [B, 1, heads, 1]), the largest represented magnitude
     float32 [B, heads] (times that number), the scores operand (BF16, or E4M3 for MXFP4) and what divides it, float32 [B, heads].
-    `inexact` int32 [B, kv heads] is raised where E4M3 does not hold a head's MXFP4 values.
+    `inexact` int32 [B, kv heads] is raised where E4M3 does not hold a head's MXFP4 values. With `swapped` the operand's row i is row
+    `swap_pairs(i)` of x.
     """
     batch, rows, heads, dim = x.shape
     block, wide, tall = 16 if nvfp4 else 32, padded_dim(dim), padded_rows(rows)
@@ -379,7 +391,7 @@ def publish_fp4(
     _publish_fp4_kernel[(tall // block_rows * batch * heads,)](
         x, hidden, head_amax(x, hidden), codes, scale, shared, largest, operand, inexact,
         *x.stride(), rows, tall, heads, heads // inexact.shape[1], dim,
-        NVFP4=nvfp4, HIDDEN=hidden is not None, BLOCK_R=block_rows, BLOCK_D=wide, num_warps=4,
+        NVFP4=nvfp4, HIDDEN=hidden is not None, SWAPPED=swapped, BLOCK_R=block_rows, BLOCK_D=wide, num_warps=4,
     )  # fmt: skip
     saved = [codes, scale, shared] if nvfp4 else [codes, scale]
     operand = operand if nvfp4 else operand.view(torch.float8_e4m3fn)

@@ -4,30 +4,35 @@ import importlib.util
 
 import torch
 
+from fp4mega.attention import explain as reference_explain
 from fp4mega.attention import saved_spec as reference_saved_spec
 from fp4mega.attention.policy import AttentionPolicy
 from fp4mega.attention.problem import AttentionProblem
 from fp4mega.kernels.contract import TensorSpec
 
 LOWEST_CAPABILITY = (8, 9)
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TILE_M, TILE_N = 64, 128
 SMALLEST_HEAD_DIM = 16
-_FP8_GRADIENTS = {
-    "do": "e5m2",
-    "p_bwd": "e4m3/unit",
-    "ds": "e4m3/tile",
-    "q_bwd": "e4m3",
-    "k_bwd": "e4m3",
-    "v_bwd": "same",
+_FOUR_BIT_SCORES: dict[str, tuple[str, ...]] = {
+    "p": ("e4m3/unit", "mxfp4_rceil", "bf16"),
+    "v": ("e4m3", "mxfp4_rceil"),
+    "do": ("e5m2",),
+    "p_bwd": ("e4m3/unit",),
+    "ds": ("e4m3/tile",),
+    "q_bwd": ("e4m3",),
+    "k_bwd": ("e4m3",),
+    "v_bwd": ("same", "e4m3"),
 }
-_BF16_GRADIENTS = {
-    "do": "bf16",
-    "p_bwd": "bf16",
-    "ds": "bf16",
-    "q_bwd": "same",
-    "k_bwd": "same",
-    "v_bwd": "same",
+_BF16_SCORES: dict[str, tuple[str, ...]] = {
+    "p": ("bf16",),
+    "v": ("bf16",),
+    "do": ("bf16",),
+    "p_bwd": ("bf16",),
+    "ds": ("bf16",),
+    "q_bwd": ("same",),
+    "k_bwd": ("same",),
+    "v_bwd": ("same",),
 }
 
 
@@ -37,7 +42,12 @@ def explain(problem: AttentionProblem, policy: AttentionPolicy, device: torch.de
         return f"the kernels need an NVIDIA GPU, the tensors are on {device.type}"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
-    return _explain_device(device) or explain_policy(policy) or explain_problem(problem)
+    return (
+        _explain_device(device)
+        or explain_policy(policy)
+        or explain_problem(problem)
+        or _explain_direct_p(problem, policy)
+    )
 
 
 def _explain_device(device: torch.device) -> str | None:
@@ -51,20 +61,16 @@ def _explain_device(device: torch.device) -> str | None:
 
 
 def explain_policy(policy: AttentionPolicy) -> str | None:
-    """Policies the kernels implement: NVFP4 or MXFP4 `rceil` Q/K with FP8 P/V and FP8 gradients, or BF16 throughout."""
+    """Policies the kernels implement: NVFP4 or MXFP4 `rceil` Q/K, FP8 or MXFP4 `rceil` P and V, FP8 gradients; BF16 throughout; Direct-P."""
     spelled = {name: str(operand) for name, operand in policy.operands.items()}
     if policy.direct_p is not None:
-        return "Direct-P has no Triton kernel"
+        return _explain_direct_p_policy(policy, spelled)
     if spelled["q"] != spelled["k"] or spelled["q"] not in ("nvfp4", "mxfp4_rceil", "bf16"):
         return f"q={policy.q!r}, k={policy.k!r}: kernels exist for nvfp4, mxfp4_rceil and bf16, the same for both"
-    four_bit = spelled["q"] != "bf16"
-    wanted = {"p": "e4m3/unit", "v": "e4m3"} if four_bit else {"p": "bf16", "v": "bf16"}
-    wanted |= _FP8_GRADIENTS if four_bit else _BF16_GRADIENTS
-    for name, spelling in wanted.items():
-        if spelled[name] != spelling:
-            return f"{name}={getattr(policy, name)!r}: with q={policy.q!r} kernels exist for {spelling!r} only"
-    if policy.backward == "centered":
-        return "backward='centered' has no Triton kernel; allowed: represented, paper"
+    for name, able in (_BF16_SCORES if spelled["q"] == "bf16" else _FOUR_BIT_SCORES).items():
+        if spelled[name] not in able:
+            exist = ", ".join(map(repr, able))
+            return f"{name}={getattr(policy, name)!r}: with q={policy.q!r} kernels exist for {exist} only"
     if policy.backward == "represented" and policy.max_rule != "integer":
         return f"max_rule={policy.max_rule!r}: the represented rule rounds P again, which needs an integer maximum"
     if (policy.tile_m, policy.tile_n) != (TILE_M, TILE_N):
@@ -72,10 +78,32 @@ def explain_policy(policy: AttentionPolicy) -> str | None:
     return None
 
 
+def _explain_direct_p_policy(policy: AttentionPolicy, spelled: dict[str, str]) -> str | None:
+    for name in ("q", "k"):
+        if spelled[name] != "nvfp4":
+            return f"{name}={getattr(policy, name)!r}: Direct-P has a kernel for 'nvfp4' only"
+    for name in ("p", "v"):
+        if policy.operands[name].rounding != "nearest_even":
+            return f"{name}={getattr(policy, name)!r}: Direct-P has a kernel for rounding to nearest only"
+    rule = policy.direct_p
+    assert rule is not None
+    if rule.reference == "sampled" and rule.samples > TILE_N:
+        return f"direct_p.samples={rule.samples}: the kernel samples from one tile of {TILE_N} keys"
+    return None
+
+
+def _explain_direct_p(problem: AttentionProblem, policy: AttentionPolicy) -> str | None:
+    if policy.direct_p is None:
+        return None
+    if problem.causal != "none" or problem.window != (None, None):
+        return f"causal={problem.causal!r}, window={problem.window}: Direct-P has a kernel without either"
+    return reference_explain(problem, policy)
+
+
 def explain_problem(problem: AttentionProblem) -> str | None:
     """Shapes, dtypes and masks the kernels take."""
     if problem.dtype not in DTYPES:
-        return f"dtype {problem.dtype}: kernels exist for bfloat16 and float16"
+        return f"dtype {problem.dtype}: kernels exist for bfloat16, float16 and float32"
     if min(problem.head_dim, problem.head_dim_v) < SMALLEST_HEAD_DIM:
         return f"head dims {problem.head_dim}/{problem.head_dim_v}: kernels exist from {SMALLEST_HEAD_DIM} on"
     if problem.attention_mask:

@@ -27,6 +27,25 @@ def load_tile(
 
 
 @triton.jit
+def swap_pairs(index):
+    """Bits 1 and 2 of an index with bits 3 and 4: its own inverse.
+
+    Of 32 keys laid out so, the pairs that score products give to one register of all threads are every fourth one. What happens to these
+    alone then is no divergence within a warp: a compiler that sees the register sees the choice.
+    """
+    return (index & -31) | ((index & 6) << 2) | ((index & 24) >> 2)
+
+
+@triton.jit
+def in_operand_order(codes, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Columns of an 8-bit [ROWS, COLS] tile as both factors of a product along them are laid out: of every 16, bits 3 and 1-2 of the
+    column rotated, so that a result of one product is the left factor of the next in the same registers, without a shuffle.
+    """
+    groups = tl.reshape(codes, [ROWS, COLS // 16, 2, 4, 2])
+    return tl.reshape(tl.permute(groups, (0, 1, 3, 2, 4)), [ROWS, COLS])
+
+
+@triton.jit
 def load_across(base, first, stride, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """[BLOCK_R, BLOCK_C] of a transposed operand [dim, rows]: columns `first` on, all dims."""
     at, cols = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)

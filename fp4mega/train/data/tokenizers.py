@@ -32,6 +32,10 @@ class Tokenizer(ABC):
     def tokenize(self, text: str) -> list[int]:
         """Ids of the text, without special tokens."""
 
+    def tokenize_many(self, texts: list[str]) -> list[list[int]]:
+        """`tokenize` of each text."""
+        return [self.tokenize(text) for text in texts]
+
     @abstractmethod
     def detokenize(self, ids: list[int]) -> str:
         """The text of the ids; `eod` contributes nothing."""
@@ -122,6 +126,11 @@ class HuggingFaceTokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         """Ids of the text, without special tokens."""
         return list(self._library.encode(text, add_special_tokens=False).ids)
+
+    def tokenize_many(self, texts: list[str]) -> list[list[int]]:
+        """`tokenize` of each text, on as many threads as the library finds right (RAYON_NUM_THREADS)."""
+        made = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        return [list(encoding.ids) for encoding in made]
 
     def detokenize(self, ids: list[int]) -> str:
         """The text of the ids; `eod` contributes nothing."""

@@ -9,16 +9,20 @@ from fp4mega import get_policy
 from fp4mega.attention import list_policies
 from fp4mega.attention.reference import saved_spec as reference_saved_spec
 from fp4mega.kernels.triton import TritonBackend
-from fp4mega.kernels.triton.support import explain_policy, explain_problem
+from fp4mega.kernels.triton.support import _explain_direct_p, explain_policy, explain_problem
 from fp4mega.testing import Case
 
 BF16 = Case(dtype=torch.bfloat16)
-ABLE = {
-    "bf16",
-    "nvfp4_qk_fp8_pv",
-    "nvfp4_qk_fp8_pv-paper",
-    "mxfp4_qk_fp8_pv",
-    "mxfp4_qk_fp8_pv-paper",
+ABLE = {"bf16", "direct_p_fast", "direct_p_accurate", "direct_p_guarded"} | {
+    f"{cell}{rule}"
+    for cell in (
+        "nvfp4_qk_fp8_pv",
+        "mxfp4_qk_fp8_pv",
+        "nvfp4_qk_mxfp4_pv",
+        "nvfp4_qk_fp8_p_mxfp4_v",
+        "nvfp4_qk_mxfp4_p_fp8_v",
+    )
+    for rule in ("", "-paper", "-centered")
 }
 
 
@@ -32,9 +36,7 @@ def test_the_cpu_is_refused_with_the_reason() -> None:
 def test_policies_without_kernels_are_refused_by_the_field_that_differs() -> None:
     refused = {n: explain_policy(get_policy(n)) for n in list_policies() if n in BUILT_IN}
     assert {n for n, reason in refused.items() if reason is None} == ABLE
-    assert "centered" in refused["nvfp4_qk_fp8_pv-centered"]
-    assert "v='mxfp4_rceil'" in refused["nvfp4_qk_fp8_p_mxfp4_v"]
-    assert "Direct-P" in refused["direct_p_fast"]
+    assert "q='none'" in refused["exact"]
 
 
 BUILT_IN = tuple(list_policies())
@@ -44,6 +46,8 @@ BUILT_IN = tuple(list_policies())
     ("change", "named"),
     [
         ({"q": "mxfp4_floor"}, "q='mxfp4_floor'"),
+        ({"v": "mxfp4_floor"}, "v='mxfp4_floor'"),
+        ({"p": "mxfp4_amplitude"}, "p='mxfp4_amplitude'"),
         ({"v": "e4m3/tensor"}, "v='e4m3/tensor'"),
         ({"do": "e4m3/head"}, "do='e4m3/head'"),
         ({"ds": "bf16"}, "ds='bf16'"),
@@ -58,7 +62,8 @@ def test_a_changed_number_is_refused(change: dict, named: str) -> None:
 
 
 def test_problems_without_kernels_are_refused() -> None:
-    assert "float32" in explain_problem(Case().problem)
+    assert "float64" in explain_problem(Case(dtype=torch.float64).problem)
+    assert explain_problem(Case().problem) is None
     assert "attention_mask" in explain_problem(BF16.replace(mask="arbitrary").problem)
     assert "nothing to compute" in explain_problem(BF16.replace(seqlen_k=0).problem)
     assert "head dims 32/8" in explain_problem(BF16.replace(head_dim_v=8).problem)
@@ -69,6 +74,18 @@ def test_problems_without_kernels_are_refused() -> None:
         BF16.replace(lengths_q=(5, 0), lengths_k=(5, 0)),
     ):
         assert explain_problem(able.problem) is None
+
+
+def test_direct_p_is_refused_where_it_has_no_kernel() -> None:
+    policy = get_policy("direct_p_accurate")
+    assert "causal='top_left'" in _explain_direct_p(BF16.replace(causal="top_left").problem, policy)
+    assert "window=(3, None)" in _explain_direct_p(BF16.replace(window=(3, None)).problem, policy)
+    packed = BF16.replace(lengths_q=(5, 1), lengths_k=(5, 1)).problem
+    assert "packed" in _explain_direct_p(packed, policy)
+    assert _explain_direct_p(packed, get_policy("direct_p_fast")) is None
+    wide = replace(policy, name="wide", direct_p=replace(policy.direct_p, samples=129))
+    assert "samples=129" in explain_policy(wide)
+    assert "q='bf16'" in explain_policy(replace(policy, name="changed", q="bf16"))
 
 
 def test_what_is_saved_begins_with_the_reference_bytes() -> None:

@@ -1,0 +1,37 @@
+"""What the tests of the Triton kernels share: the policies that have kernels, and one small case that takes most paths."""
+
+import pytest
+import torch
+
+from fp4mega.attention import get_policy
+from fp4mega.attention.policy import _BUILT_IN as BUILT_IN
+from fp4mega.kernels.triton import TritonBackend
+from fp4mega.kernels.triton.support import explain_policy
+from fp4mega.testing import Case
+
+BACKEND = TritonBackend()
+POLICIES = tuple(policy.name for policy in BUILT_IN if explain_policy(policy) is None)
+"""Every built-in policy that the kernels run; not `list_policies()`, to which other tests of a process add their own."""
+TRAINING = tuple(name for name in POLICIES if get_policy(name).direct_p is None)
+"""Those with a backward."""
+QUICK = Case(
+    batch=2,
+    seqlen_q=200,
+    seqlen_k=330,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    causal="bottom_right",
+    dtype=torch.bfloat16,
+)
+
+
+def policies(*names: str):
+    """Parametrize `policy` over the policies of these names."""
+    return pytest.mark.parametrize("policy", [get_policy(n) for n in names], ids=names)
+
+
+def half(cases, dtype: torch.dtype = torch.bfloat16):
+    """Parametrize `case` over these cases in a 16-bit dtype, without those that no kernel takes."""
+    chosen = [c.replace(dtype=dtype) for c in cases if c.mask != "arbitrary"]
+    return pytest.mark.parametrize("case", chosen, ids=[str(c) for c in chosen])

@@ -1,0 +1,72 @@
+"""Adversarial inputs by the rule of two; where NaN and infinity go; gradients that must be exactly zero."""
+
+import pytest
+import torch
+
+from fp4mega.attention import AttentionPolicy, forward
+from fp4mega.bench.gate import evaluate
+from fp4mega.testing import VALUE_CASES, Case
+from tests.kernels.triton.harness import BACKEND, policies
+from tests.kernels.triton.interpreted.harness import check, small
+
+VALUES = [small(c) for c in VALUE_CASES]
+TWO_HEADS = Case(
+    batch=1, seqlen_q=20, seqlen_k=40, num_heads=2, num_kv_heads=2, causal="bottom_right", dtype=torch.bfloat16,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", VALUES, ids=str)
+@policies("nvfp4_qk_fp8_pv")
+def test_values(case: Case, policy: AttentionPolicy) -> None:
+    check(case, policy)
+
+
+@pytest.mark.parametrize("case", VALUES[1::3], ids=str)
+@policies("mxfp4_qk_fp8_pv")
+def test_every_third_kind_of_values(case: Case, policy: AttentionPolicy) -> None:
+    check(case, policy)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in VALUES if c.values in ("large_mean", "rising_logits")], ids=str
+)
+@policies("bf16", "nvfp4_qk_fp8_pv-paper")
+def test_values_with_other_policies(case: Case, policy: AttentionPolicy) -> None:
+    check(case, policy)
+
+
+@policies("nvfp4_qk_fp8_pv", "bf16")
+def test_a_non_finite_value_stays_in_its_head(policy: AttentionPolicy) -> None:
+    """NaN where the reference has it; the other head keeps its bits, gradients included."""
+    clean, _ = evaluate(BACKEND, TWO_HEADS.make(), TWO_HEADS, policy)
+    for operand, bad in (("q", torch.inf), ("k", torch.nan), ("v", -torch.inf)):
+        x = TWO_HEADS.make()
+        getattr(x, operand)[0, 15, 0, 3] = bad
+        got, _ = evaluate(BACKEND, x, TWO_HEADS, policy)
+        want = forward(x.q, x.k, x.v, x.side, TWO_HEADS.problem, policy)[0]
+        assert torch.equal(got.out.isfinite(), want.isfinite()), (operand, bad)
+        assert not got.out.isfinite().all()
+        for name in ("out", "dq", "dk", "dv"):
+            a, b = getattr(got, name), getattr(clean, name)
+            assert torch.equal(a[0, :, 1], b[0, :, 1]), (operand, bad, name)
+
+
+@policies("nvfp4_qk_fp8_pv", "mxfp4_qk_fp8_pv-paper", "bf16")
+def test_zero_gradient_is_exactly_zero(policy: AttentionPolicy) -> None:
+    x = TWO_HEADS.make()
+    x.dout.zero_()
+    x.dlse.zero_()
+    got, _ = evaluate(BACKEND, x, TWO_HEADS, policy)
+    for gradient in (got.dq, got.dk, got.dv):
+        assert not gradient.any()
+
+
+@policies("nvfp4_qk_fp8_pv", "mxfp4_qk_fp8_pv")
+def test_rows_of_ds_sum_to_zero(policy: AttentionPolicy) -> None:
+    """Equal keys make dQ = K rowsum(dS), zero up to the rounding of dS under the rule `represented`."""
+    x = TWO_HEADS.make()
+    x.dlse.zero_()
+    other, _ = evaluate(BACKEND, x, TWO_HEADS, policy)
+    x.k.copy_(x.k[:, :1].clone())
+    same, _ = evaluate(BACKEND, x, TWO_HEADS, policy)
+    assert same.dq.double().norm() < 0.05 * other.dq.double().norm()
