@@ -46,8 +46,6 @@ UNITS = (
 SPAN = "model's error on published points"
 SAME = 0.02
 """Gain below which two schedules are called the same."""
-STAND_INS = ("as compiled", "mask skipped on whole tiles")
-"""The published low-precision kernels are not public; ours of the same policy stands in, in two forms."""
 
 
 @dataclass(slots=True)
@@ -135,16 +133,16 @@ def published(model: Model) -> Iterator[str]:
     for point in (CALIBRATION, *POINTS):
         shape, peer = Shape.parse(point.shape), point.kernel == model.peer.name
         kernel = model.peer if peer else _ours(point.kernel)
-        for form in STAND_INS[:1] if peer else STAND_INS:
-            times = model.milliseconds(kernel, shape, schedule=form)
-            errors = [error(t, point.milliseconds) for t in times]
-            name = f"{point.name} (calibrated on)"
-            if point is not CALIBRATION:
-                name = point.name
-                model.errors += errors
-            stand_in = "itself" if peer else f"our {kernel.name}, {form}"
-            cells = [f"{t:.4f} ({e:+.0%})" for t, e in zip(times, errors, strict=True)]
-            rows.append([name, f"{point.milliseconds:.4f}", point.note, stand_in, *cells])
+        times = model.milliseconds(kernel, shape)
+        errors = [error(t, point.milliseconds) for t in times]
+        name = f"{point.name} (calibrated on)"
+        if point is not CALIBRATION:
+            name = point.name
+            model.errors += errors
+        # The published low-precision kernels are not public: ours of the same policy stands in.
+        stand_in = "itself" if peer else f"our {kernel.name}"
+        cells = [f"{t:.4f} ({e:+.0%})" for t, e in zip(times, errors, strict=True)]
+        rows.append([name, f"{point.milliseconds:.4f}", point.note, stand_in, *cells])
     head = ["point", "published ms", "how known", "stand-in", *model.heads("ms (error), ")]
     yield _table(head, rows)
     yield _ratios(model)
@@ -156,16 +154,15 @@ def _ratios(model: Model) -> str:
     rows = []
     shapes = [Shape.parse(s) for s in (CALIBRATION.shape, POINTS[0].shape)]
     for name, ratio in RATIOS.items():
-        for form in STAND_INS:
-            means = [1.0 for _ in model.calibrations]
-            for shape in shapes:
-                peer = model.milliseconds(model.peer, shape)
-                ours = model.milliseconds(_ours(name), shape, schedule=form)
-                for i, (theirs, time) in enumerate(zip(peer, ours, strict=True)):
-                    means[i] *= (theirs / time) ** (1 / len(shapes))
-            cells = [f"{m:.2f} ({error(m, ratio):+.0%})" for m in means]
-            rows.append([name, form, f"{ratio:.3f}", *cells])
-    head = ["BF16 time over", "stand-in", "published, nine shapes", *model.heads("two shapes, ")]
+        means = [1.0 for _ in model.calibrations]
+        for shape in shapes:
+            peer = model.milliseconds(model.peer, shape)
+            ours = model.milliseconds(_ours(name), shape)
+            for i, (theirs, time) in enumerate(zip(peer, ours, strict=True)):
+                means[i] *= (theirs / time) ** (1 / len(shapes))
+        cells = [f"{m:.2f} ({error(m, ratio):+.0%})" for m in means]
+        rows.append([name, f"{ratio:.3f}", *cells])
+    head = ["BF16 time over ours of", "published, nine shapes", *model.heads("two shapes, ")]
     return _table(head, rows)
 
 

@@ -54,6 +54,7 @@ _LN2_LOW = LN2 - _LN2_HIGH
 _E4M3_ONE, _E2M1_ONES, _E8M0_ONE = 0x38, 0x22, 0x7F
 _WIDE_K = 64
 _LEAST_SCALE = 2.0**-126
+_PAST_ALL_KEYS = 1 << 30
 
 
 class Shape(NamedTuple):
@@ -690,8 +691,15 @@ class AttentionForward:
             op.fence_before_sync()
             self._arrive(storage.s_read.data_ptr() + stage)
             key = (place.first + j) * TILE_N
-            if key + TILE_N > masked_from or key < masked_below:
-                self._mask(scores, low - key, high - key)
+            if cutlass.const_expr(config.direct_p is None):
+                if key + TILE_N > masked_from or key < masked_below:
+                    self._mask(scores, low - key, high - key)
+            else:
+                # One pass or none, but in a loop: here ptxas would turn an `if` into predicated instructions, which every tile
+                # issues, and move arithmetic in front of the arrival. This step is past any number of keys.
+                unseen = cutlass.max(key + TILE_N - masked_from, masked_below - key)
+                for _ in cutlass.range(0, unseen, _PAST_ALL_KEYS, unroll=1):
+                    self._mask(scores, low - key, high - key)
             if cutlass.const_expr(config.hidden):
                 self._hide(scores, bits)
             if cutlass.const_expr(config.direct_p is None):
