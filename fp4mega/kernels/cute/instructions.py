@@ -24,6 +24,10 @@ _MMA = {
 }
 
 
+_REGISTER = {Float32: "f", Int32: "r"}
+"""Constraint letter of a 32-bit operand."""
+
+
 def _asm(
     text: str, constraints: str, operands: list[Any], result: Any = None, *, effects: bool = True
 ) -> Any:
@@ -36,6 +40,13 @@ def _asm(
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
+
+
+def _computed(result: Any, text: str, *operands: Float32 | Int32, loc: Any, ip: Any) -> Any:
+    """$0, a `result` (Float32 or Int32), by instructions that only compute it from $1, $2 ..."""
+    letters = ",".join(_REGISTER[kind] for kind in (result, *map(type, operands)))
+    values = [operand.ir_value(loc=loc, ip=ip) for operand in operands]
+    return result(_asm(text, f"={letters}", values, result.mlir_type, effects=False))
 
 
 @dsl_user_op
@@ -132,15 +143,13 @@ def pack_e4m3x4(
     a: Float32, b: Float32, c: Float32, d: Float32, *, loc: Any = None, ip: Any = None
 ) -> Int32:
     """Four E4M3 codes in one word, `a` lowest; to nearest even, saturating, NaN stays NaN."""
-    return Int32(
-        _asm(
-            "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; "
-            "cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }",
-            "=r,f,f,f,f",
-            [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c, d)],
-            T.i32(),
-            effects=False,
-        )
+    return _computed(
+        Int32,
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; "
+        "cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }",
+        *(Float32(x) for x in (a, b, c, d)),
+        loc=loc,
+        ip=ip,
     )
 
 
@@ -151,87 +160,58 @@ def pack_e2m1x8(
     """Eight E2M1 codes in one word, the first lowest; to nearest even code, saturating at 6. `relu`: of max(0, value)."""
     cvt = f"cvt.rn.satfinite{'.relu' if relu else ''}.e2m1x2.f32"
     pairs = "; ".join(f"{cvt} b{i}, ${2 * i + 2}, ${2 * i + 1}" for i in range(4))
-    return Int32(
-        _asm(
-            f"{{ .reg .b8 b0, b1, b2, b3; {pairs}; mov.b32 $0, {{b0, b1, b2, b3}}; }}",
-            "=r" + ",f" * 8,
-            [Float32(x).ir_value(loc=loc, ip=ip) for x in values],
-            T.i32(),
-            effects=False,
-        )
+    return _computed(
+        Int32,
+        f"{{ .reg .b8 b0, b1, b2, b3; {pairs}; mov.b32 $0, {{b0, b1, b2, b3}}; }}",
+        *(Float32(x) for x in values),
+        loc=loc,
+        ip=ip,
     )
 
 
 @dsl_user_op
 def e4m3_code(x: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
     """The E4M3 code of one number; to nearest even, saturating, NaN stays NaN."""
-    return Int32(
-        _asm(
-            "{ .reg .b16 code; .reg .f32 zero; mov.f32 zero, 0f00000000; "
-            "cvt.rn.satfinite.e4m3x2.f32 code, zero, $1; cvt.u32.u16 $0, code; }",
-            "=r,f",
-            [Float32(x).ir_value(loc=loc, ip=ip)],
-            T.i32(),
-            effects=False,
-        )
+    return _computed(
+        Int32,
+        "{ .reg .b16 code; .reg .f32 zero; mov.f32 zero, 0f00000000; "
+        "cvt.rn.satfinite.e4m3x2.f32 code, zero, $1; cvt.u32.u16 $0, code; }",
+        Float32(x),
+        loc=loc,
+        ip=ip,
     )
 
 
 @dsl_user_op
 def e4m3_value(code: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
     """The number that an E4M3 code (0 to 255) stands for."""
-    return Float32(
-        _asm(
-            "{ .reg .b16 pair, low, high; .reg .b32 halves; cvt.u16.u32 pair, $1; "
-            "cvt.rn.f16x2.e4m3x2 halves, pair; mov.b32 {low, high}, halves; cvt.f32.f16 $0, low; }",
-            "=f,r",
-            [Int32(code).ir_value(loc=loc, ip=ip)],
-            T.f32(),
-            effects=False,
-        )
+    return _computed(
+        Float32,
+        "{ .reg .b16 pair, low, high; .reg .b32 halves; cvt.u16.u32 pair, $1; "
+        "cvt.rn.f16x2.e4m3x2 halves, pair; mov.b32 {low, high}, halves; cvt.f32.f16 $0, low; }",
+        Int32(code),
+        loc=loc,
+        ip=ip,
     )
 
 
 @dsl_user_op
 def divide(x: Float32, y: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """x / y, correctly rounded."""
-    return Float32(
-        _asm(
-            "div.rn.f32 $0, $1, $2;",
-            "=f,f,f",
-            [Float32(v).ir_value(loc=loc, ip=ip) for v in (x, y)],
-            T.f32(),
-            effects=False,
-        )
-    )
+    return _computed(Float32, "div.rn.f32 $0, $1, $2;", Float32(x), Float32(y), loc=loc, ip=ip)
 
 
 @dsl_user_op
 def fma(x: Float32, y: Float32, z: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """x y + z with one rounding."""
-    return Float32(
-        _asm(
-            "fma.rn.f32 $0, $1, $2, $3;",
-            "=f,f,f,f",
-            [Float32(v).ir_value(loc=loc, ip=ip) for v in (x, y, z)],
-            T.f32(),
-            effects=False,
-        )
-    )
+    operands = (Float32(v) for v in (x, y, z))
+    return _computed(Float32, "fma.rn.f32 $0, $1, $2, $3;", *operands, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def multiply(x: Float32, y: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """x y as a product of its own, which no compiler merges into a sum."""
-    return Float32(
-        _asm(
-            "mul.rn.f32 $0, $1, $2;",
-            "=f,f,f",
-            [Float32(v).ir_value(loc=loc, ip=ip) for v in (x, y)],
-            T.f32(),
-            effects=False,
-        )
-    )
+    return _computed(Float32, "mul.rn.f32 $0, $1, $2;", Float32(x), Float32(y), loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -268,63 +248,37 @@ def exp2_polynomial(
         value = cute.arch.fma_packed_f32x2(
             value, fraction, (coefficient, coefficient), loc=loc, ip=ip
         )
-    result = []
-    for part, bits in zip(value, whole, strict=True):
-        result.append(
-            Float32(
-                _asm(
-                    "{ .reg .b32 e, p; mov.b32 e, $2; shl.b32 e, e, 23; mov.b32 p, $1; "
-                    "add.s32 p, p, e; mov.b32 $0, p; }",
-                    "=f,f,f",
-                    [Float32(v).ir_value(loc=loc, ip=ip) for v in (part, bits)],
-                    T.f32(),
-                    effects=False,
-                )
-            )
+    result = [
+        _computed(
+            Float32,
+            "{ .reg .b32 e, p; mov.b32 e, $2; shl.b32 e, e, 23; mov.b32 p, $1; "
+            "add.s32 p, p, e; mov.b32 $0, p; }",
+            Float32(part),
+            Float32(bits),
+            loc=loc,
+            ip=ip,
         )
+        for part, bits in zip(value, whole, strict=True)
+    ]
     return result[0], result[1]
 
 
 @dsl_user_op
 def floor(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """Largest integer not above x."""
-    return Float32(
-        _asm(
-            "cvt.rmi.f32.f32 $0, $1;",
-            "=f,f",
-            [Float32(x).ir_value(loc=loc, ip=ip)],
-            T.f32(),
-            effects=False,
-        )
-    )
+    return _computed(Float32, "cvt.rmi.f32.f32 $0, $1;", Float32(x), loc=loc, ip=ip)
 
 
 @dsl_user_op
 def to_int(x: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
     """An integral float32 as an integer; 0 for NaN."""
-    return Int32(
-        _asm(
-            "cvt.rni.s32.f32 $0, $1;",
-            "=r,f",
-            [Float32(x).ir_value(loc=loc, ip=ip)],
-            T.i32(),
-            effects=False,
-        )
-    )
+    return _computed(Int32, "cvt.rni.s32.f32 $0, $1;", Float32(x), loc=loc, ip=ip)
 
 
 @dsl_user_op
 def ceil(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """Smallest integer not below x."""
-    return Float32(
-        _asm(
-            "cvt.rpi.f32.f32 $0, $1;",
-            "=f,f",
-            [Float32(x).ir_value(loc=loc, ip=ip)],
-            T.f32(),
-            effects=False,
-        )
-    )
+    return _computed(Float32, "cvt.rpi.f32.f32 $0, $1;", Float32(x), loc=loc, ip=ip)
 
 
 def select(condition: Any, yes: Any, no: Any) -> Any:
