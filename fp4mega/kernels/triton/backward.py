@@ -22,12 +22,14 @@ from torch import Tensor
 from fp4mega.kernels.triton.arithmetic import power_of_two_scale, round_probabilities
 from fp4mega.kernels.triton.forward import GATE_NONE, Operand, Shape, described
 from fp4mega.kernels.triton.tiles import (
+    gated_out,
     in_operand_order,
     key_range,
     lengths,
     load_across,
     load_tile,
     row_range,
+    score_scale,
     visible,
 )
 
@@ -108,12 +110,8 @@ def _dk_dv_kernel(
     key = (pid % tiles) * BLOCK_N
     kv_heads = heads // per_group
     b, g = bg // kv_heads, bg % kv_heads
-    if GATE == 1:  # noqa: SIM102 - a compile-time condition around one at run time
-        if tl.load(inexact_ptr + bg) != 0:
-            return
-    if GATE == 2:  # noqa: SIM102 - a compile-time condition around one at run time
-        if tl.load(inexact_ptr + bg) == 0:
-            return
+    if gated_out(inexact_ptr, bg, GATE):
+        return
     length_q, length_k, diagonal = lengths(
         length_q_ptr, length_k_ptr, b, rows, keys, BOTTOM_RIGHT, LENGTHS
     )
@@ -133,11 +131,7 @@ def _dk_dv_kernel(
     for member in range(0, per_group):
         h = g * per_group + member
         bh = b * heads + h
-        z_scale = softmax_scale_log2
-        if SCALED_QK:
-            z_scale = tl.math.div_rn(
-                tl.math.div_rn(z_scale, tl.load(q_scale_ptr + bh)), tl.load(k_scale_ptr + bg)
-            )
+        z_scale = score_scale(softmax_scale_log2, q_scale_ptr, k_scale_ptr, bh, bg, SCALED_QK)
         dp_scale = 1.0
         dk_scale = 1.0
         dv_scale = 1.0
@@ -244,20 +238,12 @@ def _dq_kernel(
     b, h = bh // heads, bh % heads
     g = h // per_group
     bg = b * (heads // per_group) + g
-    if GATE == 1:  # noqa: SIM102 - a compile-time condition around one at run time
-        if tl.load(inexact_ptr + bg) != 0:
-            return
-    if GATE == 2:  # noqa: SIM102 - a compile-time condition around one at run time
-        if tl.load(inexact_ptr + bg) == 0:
-            return
+    if gated_out(inexact_ptr, bg, GATE):
+        return
     length_q, length_k, diagonal = lengths(
         length_q_ptr, length_k_ptr, b, rows, keys, BOTTOM_RIGHT, LENGTHS
     )
-    z_scale = softmax_scale_log2
-    if SCALED_QK:
-        z_scale = tl.math.div_rn(
-            tl.math.div_rn(z_scale, tl.load(q_scale_ptr + bh)), tl.load(k_scale_ptr + bg)
-        )
+    z_scale = score_scale(softmax_scale_log2, q_scale_ptr, k_scale_ptr, bh, bg, SCALED_QK)
     q_base = q_ptr + b.to(tl.int64) * sqb + h.to(tl.int64) * sqh
     do_base = do_ptr + b.to(tl.int64) * sob + h.to(tl.int64) * soh
     k_base = k_ptr

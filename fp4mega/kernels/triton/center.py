@@ -13,7 +13,14 @@ from torch import Tensor
 
 from fp4mega.kernels.triton.backward import Factors, dq_tile, probabilities
 from fp4mega.kernels.triton.forward import GATE_NONE, Operand, Shape
-from fp4mega.kernels.triton.tiles import key_range, lengths, load_tile, visible
+from fp4mega.kernels.triton.tiles import (
+    gated_out,
+    key_range,
+    lengths,
+    load_tile,
+    score_scale,
+    visible,
+)
 
 
 @triton.jit
@@ -56,20 +63,12 @@ def _center_kernel(
     b, h = bh // heads, bh % heads
     g = h // per_group
     bg = b * (heads // per_group) + g
-    if GATE == 1:  # noqa: SIM102 - a compile-time condition around one at run time
-        if tl.load(inexact_ptr + bg) != 0:
-            return
-    if GATE == 2:  # noqa: SIM102 - a compile-time condition around one at run time
-        if tl.load(inexact_ptr + bg) == 0:
-            return
+    if gated_out(inexact_ptr, bg, GATE):
+        return
     _, length_k, diagonal = lengths(
         length_q_ptr, length_k_ptr, b, rows, keys, BOTTOM_RIGHT, LENGTHS
     )
-    z_scale = softmax_scale_log2
-    if SCALED_QK:
-        z_scale = tl.math.div_rn(
-            tl.math.div_rn(z_scale, tl.load(q_scale_ptr + bh)), tl.load(k_scale_ptr + bg)
-        )
+    z_scale = score_scale(softmax_scale_log2, q_scale_ptr, k_scale_ptr, bh, bg, SCALED_QK)
     k_base = k_ptr + b.to(tl.int64) * skb + g.to(tl.int64) * skh
     v_base = v_ptr + b.to(tl.int64) * svb + g.to(tl.int64) * svh
     hidden_at = hidden_ptr

@@ -15,7 +15,7 @@ from torch import Tensor
 from fp4mega.attention.policy import DirectP
 from fp4mega.kernels.triton.arithmetic import from_bits, natural_log, round_magnitude
 from fp4mega.kernels.triton.forward import Operand, Shape
-from fp4mega.kernels.triton.tiles import lengths, load_tile, swap_pairs, visible
+from fp4mega.kernels.triton.tiles import lengths, load_tile, score_scale, swap_pairs, visible
 
 TILE_N = 128
 """Keys of a tile; a sampled reference comes from the first one."""
@@ -110,9 +110,7 @@ def _direct_p_kernel(
     b, h = bh // heads, bh % heads
     bg = b * (heads // per_group) + h // per_group
     length_q, length_k, _ = lengths(length_q_ptr, length_k_ptr, b, rows, keys, False, LENGTHS)
-    z_scale = tl.math.div_rn(
-        tl.math.div_rn(softmax_scale_log2, tl.load(q_scale_ptr + bh)), tl.load(k_scale_ptr + bg)
-    )
+    z_scale = score_scale(softmax_scale_log2, q_scale_ptr, k_scale_ptr, bh, bg, True)
     q_base = q_ptr + b.to(tl.int64) * sqb + h.to(tl.int64) * sqh
     k_base = k_ptr + b.to(tl.int64) * skb + (h // per_group).to(tl.int64) * skh
     v_base = v_ptr + b.to(tl.int64) * svb + (h // per_group).to(tl.int64) * svh

@@ -17,7 +17,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp4mega.kernels.triton.arithmetic import natural_log, round_magnitude, round_probabilities
-from fp4mega.kernels.triton.tiles import in_operand_order, key_range, lengths, load_tile, visible
+from fp4mega.kernels.triton.tiles import (
+    gated_out,
+    in_operand_order,
+    key_range,
+    lengths,
+    load_tile,
+    score_scale,
+    visible,
+)
 
 GATE_NONE, GATE_EXACT, GATE_INEXACT = 0, 1, 2
 """Run every head; only heads whose `inexact` flag is down (FP8 scores); only those whose flag is up (BF16 scores)."""
@@ -124,20 +132,12 @@ def _forward_kernel(
     b, h = bh // heads, bh % heads
     kv_heads = heads // per_group
     bg = b * kv_heads + h // per_group
-    if GATE == 1:  # noqa: SIM102 - a compile-time condition around one at run time
-        if tl.load(inexact_ptr + bg) != 0:
-            return
-    if GATE == 2:  # noqa: SIM102 - a compile-time condition around one at run time
-        if tl.load(inexact_ptr + bg) == 0:
-            return
+    if gated_out(inexact_ptr, bg, GATE):
+        return
     length_q, length_k, diagonal = lengths(
         length_q_ptr, length_k_ptr, b, rows, keys, BOTTOM_RIGHT, LENGTHS
     )
-    z_scale = softmax_scale_log2
-    if SCALED_QK:
-        z_scale = tl.math.div_rn(
-            tl.math.div_rn(z_scale, tl.load(q_scale_ptr + bh)), tl.load(k_scale_ptr + bg)
-        )
+    z_scale = score_scale(softmax_scale_log2, q_scale_ptr, k_scale_ptr, bh, bg, SCALED_QK)
     q_base = q_ptr + b.to(tl.int64) * sqb + h.to(tl.int64) * sqh
     k_base = k_ptr
     v_base = v_ptr

@@ -69,6 +69,28 @@ def visible(
 
 
 @triton.jit
+def gated_out(inexact_ptr, bg, GATE: tl.constexpr):
+    """Whether the head's flag says that the other of two launches computes it (`forward.GATE_EXACT`, `GATE_INEXACT`)."""
+    out = False
+    if GATE == 1:
+        out = tl.load(inexact_ptr + bg) != 0
+    if GATE == 2:
+        out = tl.load(inexact_ptr + bg) == 0
+    return out
+
+
+@triton.jit
+def score_scale(softmax_scale_log2, q_scale_ptr, k_scale_ptr, bh, bg, SCALED_QK: tl.constexpr):
+    """What makes scores in log2 units of the product of Q and K operands: the softmax's factor over the numbers that divide them."""
+    z_scale = softmax_scale_log2
+    if SCALED_QK:
+        z_scale = tl.math.div_rn(
+            tl.math.div_rn(z_scale, tl.load(q_scale_ptr + bh)), tl.load(k_scale_ptr + bg)
+        )
+    return z_scale
+
+
+@triton.jit
 def lengths(
     length_q_ptr, length_k_ptr, b, rows, keys, BOTTOM_RIGHT: tl.constexpr, LENGTHS: tl.constexpr
 ):
