@@ -12,8 +12,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from fp4mega.megatron import Fp4CoreAttention, adapted_to_cpu
 
@@ -69,6 +70,33 @@ def local_spec(mask_type: AttnMaskType = AttnMaskType.causal, **arguments: Any) 
     spec = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm", **arguments))
     spec.submodules.self_attention.params["attn_mask_type"] = mask_type
     return spec
+
+
+class WideValueDotProduct(DotProductAttention):
+    """Megatron's local core with the two arguments that multi-latent attention passes and it does not take."""
+
+    def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
+def latent(**changes: Any) -> tuple[MLATransformerConfig, Any]:
+    """Config and local spec of multi-latent attention with Megatron's own core."""
+    only_mla = {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+        "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 12,
+        "rope_type": "rope",
+        "num_query_groups": 4,
+    }
+    spec = local_spec(multi_latent_attention=True, qk_layernorm=True)
+    spec.submodules.self_attention.submodules.core_attention = WideValueDotProduct
+    return MLATransformerConfig(**settings(**only_mla, **changes)), spec
 
 
 def build_gpt(

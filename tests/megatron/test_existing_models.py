@@ -12,22 +12,11 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.transformer_config import MLATransformerConfig
-from megatron_harness import batch, build_gpt, local_spec, settings, tiny_config
+from megatron_harness import batch, build_gpt, latent, local_spec, tiny_config
 
 from fp4mega.megatron import policies_by_layer, swap_core_attention
 
 pytestmark = pytest.mark.usefixtures("megatron")
-
-
-class WideValueDotProduct(DotProductAttention):
-    """Megatron's local core with the two arguments that multi-latent attention passes and it does not take."""
-
-    def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
-        super().__init__(*args, **kwargs)
-        if v_channels is not None:
-            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
 def dense():
@@ -45,20 +34,7 @@ def experts():
 
 
 def multi_latent():
-    only_mla = {
-        "multi_latent_attention": True,
-        "qk_layernorm": True,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 20,
-        "qk_head_dim": 16,
-        "qk_pos_emb_head_dim": 8,
-        "v_head_dim": 12,
-        "rope_type": "rope",
-        "num_query_groups": 4,
-    }
-    spec = local_spec(multi_latent_attention=True, qk_layernorm=True)
-    spec.submodules.self_attention.submodules.core_attention = WideValueDotProduct
-    return MLATransformerConfig(**settings(**only_mla, init_method_std=0.05)), spec
+    return latent(init_method_std=0.05)
 
 
 class Trainer:

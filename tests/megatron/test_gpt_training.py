@@ -6,18 +6,16 @@ import pytest
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_harness import (
     LENGTH,
     assert_same_training,
     batch,
     build_gpt,
     gradients,
+    latent,
     local_spec,
     loss_and_gradients,
-    settings,
     tiny_config,
 )
 
@@ -101,32 +99,10 @@ def test_query_key_norms_and_experts():
     assert_same_training(loss_and_gradients(ours), loss_and_gradients(theirs))
 
 
-class WideValueDotProduct(DotProductAttention):
-    """Megatron's local core with the two arguments that multi-latent attention passes and it does not take."""
-
-    def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
-        super().__init__(*args, **kwargs)
-        if v_channels is not None:
-            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 def test_multi_latent_attention(recompute):
-    only_mla = {
-        "multi_latent_attention": True,
-        "qk_layernorm": True,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 20,
-        "qk_head_dim": 16,
-        "qk_pos_emb_head_dim": 8,
-        "v_head_dim": 12,
-        "rope_type": "rope",
-        "num_query_groups": 4,
-    }
     selective = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    config = MLATransformerConfig(**settings(**only_mla, **(selective if recompute else {})))
-    spec = local_spec(multi_latent_attention=True, qk_layernorm=True)
-    spec.submodules.self_attention.submodules.core_attention = WideValueDotProduct
+    config, spec = latent(**(selective if recompute else {}))
     ours, theirs = pair(config, spec, policy="exact")
     assert_same_training(loss_and_gradients(ours), loss_and_gradients(theirs))
 

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from fp4mega.attention import get_policy
+from fp4mega.attention import AttentionPolicy, get_policy
 from fp4mega.attention.policy import _BUILT_IN as BUILT_IN
+from fp4mega.formats import quantize
 from fp4mega.kernels.triton import TritonBackend
 from fp4mega.kernels.triton.support import explain_policy
-from fp4mega.testing import Case
+from fp4mega.testing import Case, assert_bitwise
 
 BACKEND = TritonBackend()
 POLICIES = tuple(policy.name for policy in BUILT_IN if explain_policy(policy) is None)
@@ -35,3 +36,16 @@ def half(cases, dtype: torch.dtype = torch.bfloat16):
     """Parametrize `case` over these cases in a 16-bit dtype, without those that no kernel takes."""
     chosen = [c.replace(dtype=dtype) for c in cases if c.mask != "arbitrary"]
     return pytest.mark.parametrize("case", chosen, ids=[str(c) for c in chosen])
+
+
+def assert_saved_bytes(case: Case, policy: AttentionPolicy) -> None:
+    """What the forward saves first is, bit for bit, `quantize` of q, k and v on the CPU."""
+    x = case.make(device="cuda")
+    saved = list(BACKEND.forward(x.q, x.k, x.v, x.side, case.problem, policy).saved)
+    for name, t in (("q", x.q), ("k", x.k), ("v", x.v)):
+        operand = policy.operands[policy.backward_v if name == "v" else name]
+        dims = (1, 3) if operand.scope else None
+        axis = 1 if name == "v" else 3
+        want = quantize(t.cpu(), operand.format, axis=axis, scale_dims=dims).tensors()
+        for i, part in enumerate(want):
+            assert_bitwise(saved.pop(0).cpu(), part, name=f"{name}[{i}]")

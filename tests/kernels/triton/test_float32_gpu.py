@@ -5,7 +5,6 @@ import torch
 
 from fp4mega.attention import AttentionPolicy
 from fp4mega.bench.gate import evaluate, reference_answers
-from fp4mega.formats import quantize
 from fp4mega.testing import (
     LAYOUT_CASES,
     MASK_CASES,
@@ -13,10 +12,16 @@ from fp4mega.testing import (
     SHAPE_CASES,
     VALUE_CASES,
     Case,
-    assert_bitwise,
     assert_rule_of_two,
 )
-from tests.kernels.triton.harness import BACKEND, QUICK, TRAINING, half, policies
+from tests.kernels.triton.harness import (
+    BACKEND,
+    QUICK,
+    TRAINING,
+    assert_saved_bytes,
+    half,
+    policies,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,13 +89,4 @@ def test_saved_bytes_are_the_formats_bytes(
     case = FLOAT32.replace(
         head_dim=head_dim, seqlen_q=203, seqlen_k=203, values=values, layout="fused_qkv"
     )
-    x = case.make(device="cuda")
-    saved = list(BACKEND.forward(x.q, x.k, x.v, x.side, case.problem, policy).saved)
-    for name, t in (("q", x.q), ("k", x.k), ("v", x.v)):
-        operand = policy.operands[name]
-        dims = (1, 3) if operand.scope else None
-        want = quantize(
-            t.cpu(), operand.format, axis=1 if name == "v" else 3, scale_dims=dims
-        ).tensors()
-        for i, part in enumerate(want):
-            assert_bitwise(saved.pop(0).cpu(), part, name=f"{name}[{i}]")
+    assert_saved_bytes(case, policy)

@@ -5,7 +5,6 @@ import torch
 
 from fp4mega.attention import AttentionPolicy, forward
 from fp4mega.bench.gate import assert_agrees, evaluate
-from fp4mega.formats import quantize
 from fp4mega.testing import (
     LAYOUT_CASES,
     MASK_CASES,
@@ -13,9 +12,8 @@ from fp4mega.testing import (
     SHAPE_CASES,
     VALUE_CASES,
     Case,
-    assert_bitwise,
 )
-from tests.kernels.triton.harness import BACKEND, QUICK, half, policies
+from tests.kernels.triton.harness import BACKEND, QUICK, assert_saved_bytes, half, policies
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,16 +79,7 @@ def test_saved_bytes_are_the_formats_bytes(
     case = QUICK.replace(
         head_dim=head_dim, seqlen_q=203, seqlen_k=203, values=values, layout="fused_qkv"
     )
-    x = case.make(device="cuda")
-    saved = list(BACKEND.forward(x.q, x.k, x.v, x.side, case.problem, policy).saved)
-    for name, t in (("q", x.q), ("k", x.k), ("v", x.v)):
-        operand = policy.operands[policy.backward_v if name == "v" else name]
-        dims = (1, 3) if operand.scope else None
-        axis = 1 if name == "v" else 3
-        for i, part in enumerate(
-            quantize(t.cpu(), operand.format, axis=axis, scale_dims=dims).tensors()
-        ):
-            assert_bitwise(saved.pop(0).cpu(), part, name=f"{name}[{i}]")
+    assert_saved_bytes(case, policy)
 
 
 @policies(*CELLS)

@@ -6,7 +6,6 @@ import torch
 from fp4mega import attention_func
 from fp4mega.attention import AttentionPolicy, get_policy
 from fp4mega.bench.gate import assert_agrees, evaluate
-from fp4mega.formats import quantize
 from fp4mega.testing import (
     LAYOUT_CASES,
     MASK_CASES,
@@ -14,9 +13,15 @@ from fp4mega.testing import (
     SHAPE_CASES,
     VALUE_CASES,
     Case,
-    assert_bitwise,
 )
-from tests.kernels.triton.harness import BACKEND, QUICK, TRAINING, half, policies
+from tests.kernels.triton.harness import (
+    BACKEND,
+    QUICK,
+    TRAINING,
+    assert_saved_bytes,
+    half,
+    policies,
+)
 from tests.kernels.triton.harness import POLICIES as ALL
 
 pytestmark = [
@@ -79,15 +84,7 @@ def test_saved_bytes_are_the_formats_bytes(
     case = QUICK.replace(
         head_dim=head_dim, seqlen_q=203, seqlen_k=203, values=values, layout="fused_qkv"
     )
-    x = case.make(device="cuda")
-    saved = list(BACKEND.forward(x.q, x.k, x.v, x.side, case.problem, policy).saved)
-    for name, t in (("q", x.q), ("k", x.k), ("v", x.v)):
-        operand = policy.operands[name]
-        dims = (1, 3) if operand.scope else None
-        axis = 1 if name == "v" else 3
-        want = quantize(t.cpu(), operand.format, axis=axis, scale_dims=dims).tensors()
-        for i, part in enumerate(want):
-            assert_bitwise(saved.pop(0).cpu(), part, name=f"{name}[{i}]")
+    assert_saved_bytes(case, policy)
 
 
 @policies("mxfp4_qk_fp8_pv")
