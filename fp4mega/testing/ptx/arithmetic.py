@@ -27,7 +27,6 @@ class F32x2(np.generic):
 F32: Dtype = np.float32
 U16: Dtype = np.uint16
 U32: Dtype = np.uint32
-U64: Dtype = np.uint64
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,10 +107,6 @@ class Operands:
         self.slots = {name: i for i, name in enumerate(kernel.registers)}
         self.widths = list(kernel.registers.values())
 
-    def is_register(self, text: str) -> bool:
-        """Whether the operand is a register."""
-        return text in self.slots
-
     def constant(self, text: str, dtype: type[np.generic]) -> np.generic | None:
         """The value of a literal or of a symbol's address, None for anything else."""
         if _NUMBER.match(text):
