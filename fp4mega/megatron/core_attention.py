@@ -10,7 +10,7 @@ q and k, Dv of v, t tokens of packed sequences. Megatron hands over [S, B, H, D]
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -159,6 +159,7 @@ class Fp4CoreAttention(MegatronModule):
 
         self.last_probe: dict[str, float] | None = None
         self._probe_armed = self._watch_armed = False
+        self._record: Callable[[dict[str, Tensor]], None] | None = None
 
     def _rounding_keys(self, seed: int) -> RoundingKeys | None:
         if not self.policy.stochastic_operands:
@@ -261,7 +262,10 @@ class Fp4CoreAttention(MegatronModule):
         # Under recomputation the first forward has no gradient; the one that has is watched.
         if self._watch_armed and self.last_probe is not None and out_BSHD.requires_grad:
             self._watch_armed = False
-            watch_backward(out_BSHD, q, k, v, into=self.last_probe, policy=self.policy, **arguments)
+            watch_backward(
+                out_BSHD, q, k, v,
+                into=self.last_probe, record=self._record, policy=self.policy, **arguments,
+            )  # fmt: skip
         if packed:
             out = out_BSHD[0].flatten(-2)
             return out if rows is None else put_back(out, rows, query.shape[0])
@@ -299,14 +303,18 @@ class Fp4CoreAttention(MegatronModule):
             (), self.rounding.next(training=self.training), dtype=torch.int64, device=device
         )
 
-    def request_probe(self) -> None:
-        """Measure the next training forward and its backward into `last_probe`. Raises NotImplementedError under context parallelism."""
+    def request_probe(self, record: Callable[[dict[str, Tensor]], None] | None = None) -> None:
+        """Measure the next training forward and its backward into `last_probe`, and give `record` the q, k, v and dout that were measured.
+
+        Raises NotImplementedError under context parallelism.
+        """
         if self.cp_size > 1:
             raise NotImplementedError(
                 f"probe with context_parallel_size={self.cp_size}: it looks at whole rows of P, of which a rank has no keys; "
                 "allowed: 1"
             )
         self._probe_armed = self._watch_armed = True
+        self._record = record
 
     def sharded_state_dict(
         self,

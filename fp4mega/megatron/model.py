@@ -3,9 +3,10 @@
 A model may be one module or, under virtual pipelining, a sequence of chunks; each rank sees its own layers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from fp4mega.megatron.core_attention import Fp4CoreAttention
 
@@ -36,10 +37,16 @@ def set_rounding_step(model: Model, step: int) -> None:
             layer.rounding.start_step(step)
 
 
-def arm_probes(model: Model) -> None:
-    """Measure the next training forward of every layer."""
+def arm_probes(
+    model: Model, record: Callable[[int, dict[str, Tensor]], None] | None = None
+) -> None:
+    """Measure the next training forward of every layer.
+
+    `record(layer_number, tensors)` is given what a layer was measured on, of the first batch entry: q [1, S, H, D], k [1, T, G, D],
+    v [1, T, G, Dv] and, out of backward, dout [1, S, H, Dv]; the layer number counts from 1.
+    """
     for layer in attention_layers(model):
-        layer.request_probe()
+        layer.request_probe(None if record is None else partial(record, layer.layer_number))
 
 
 def collect_probes(model: Model) -> dict[int, dict[str, float]]:

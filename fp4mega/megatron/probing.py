@@ -1,5 +1,6 @@
 """Probes of one forward and its backward: the figures of `fp4mega.attention` for the arguments of `attention_func`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,10 +65,14 @@ def watch_backward(
     v: Tensor,
     *,
     into: dict[str, float],
+    record: Callable[[dict[str, Tensor]], None] | None,
     policy: AttentionPolicy,
     **arguments: Any,
 ) -> None:
-    """Add the metrics of `probe_backward` to `into` when the gradient of out [B, S, H, Dv] is known; keywords as in `attention_func`."""
+    """Add the metrics of `probe_backward` to `into` when the gradient of out [B, S, H, Dv] is known; keywords as in `attention_func`.
+
+    `record` is given what they were measured on: q, k, v and dout of the first batch entry, [1, rows, heads, dim].
+    """
     side, problem = _asked(q, k, v, **arguments)
     if problem.packed or not problem.batch:
         return
@@ -77,5 +82,7 @@ def watch_backward(
 
     def measure(dout: Tensor) -> None:
         into.update(probe_backward(first_q, first_k, first_v, dout[:1], side, problem, policy))
+        if record is not None:
+            record({"q": first_q, "k": first_k, "v": first_v, "dout": dout[:1].detach()})
 
     out.register_hook(measure)

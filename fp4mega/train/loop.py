@@ -36,7 +36,7 @@ from fp4mega.train.launch import (
 )
 from fp4mega.train.lost_ranks import describe_lost_ranks
 from fp4mega.train.model import build_training, check_installed, initial_fingerprint
-from fp4mega.train.probes import gather_probes
+from fp4mega.train.probes import gather_probes, recorder
 from fp4mega.train.recipe import Recipe, RecipeError
 from fp4mega.train.run_dir import Start, find_start
 from fp4mega.train.signals import TIME_LIMIT, StopRequest
@@ -200,7 +200,7 @@ class _Run:
         for step in range(self.start.step + 1, train.steps + 1):
             probing = _due(step, tracking.probe_interval)
             if probing:
-                arm_probes(self.training.chunks)
+                arm_probes(self.training.chunks, self._probe_recorder(step))
             set_rounding_step(self.training.chunks, step)
             began = time.perf_counter()
             request.check_time()
@@ -234,6 +234,9 @@ class _Run:
             if stop:
                 return stop
         return 0
+
+    def _probe_recorder(self, step: int) -> Any:
+        return recorder(self.start.folder, step) if self.recipe.tracking.probe_tensors else None
 
     def _log(self, kind: str, step: int, **values: Any) -> None:
         if self.tracker is not None:

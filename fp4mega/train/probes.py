@@ -1,8 +1,11 @@
-"""Per-layer probes of one step, collected from every process that holds layers."""
+"""Per-layer probes of one step, collected from every process that holds layers, and the tensors they looked at."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp4mega.megatron import collect_probes
 from fp4mega.train.model import Training
@@ -32,3 +35,22 @@ def gather_probes(
     for figures in reversed(gathered):
         merged |= figures
     return dict(sorted(merged.items()))
+
+
+def recorder(folder: Path, step: int) -> Callable[[int, dict[str, Tensor]], None] | None:
+    """What writes a layer's probed tensors to `<folder>/probes/<step>_<layer>.pt`, the layer from 0, for `fp4mega.bench bias --input`.
+
+    None on processes that hold a copy of the layer or others of its heads: only the first of them writes.
+    """
+    from megatron.core import parallel_state
+
+    if parallel_state.get_data_parallel_rank() or parallel_state.get_tensor_model_parallel_rank():
+        return None
+
+    def record(layer_number: int, tensors: dict[str, Tensor]) -> None:
+        path = folder / "probes" / f"{step:06d}_{layer_number - 1:02d}.pt"
+        path.parent.mkdir(exist_ok=True)
+        # Storage of its own for each: what is a view of a batch would bring the batch along.
+        torch.save({name: x.cpu().clone() for name, x in tensors.items()}, path)
+
+    return record

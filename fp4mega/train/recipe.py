@@ -548,6 +548,10 @@ class TrackingSection(Section):
         default=None,
         description="Updates between two per-layer probes of attention's numbers; null: none",
     )
+    probe_tensors: bool = Field(
+        default=False,
+        description="Keep q, k, v and dout of what is probed, as probes/<step>_<layer>.pt in the run's folder: input of `fp4mega.bench bias`",
+    )
 
 
 class Recipe(Section):

@@ -1,10 +1,14 @@
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from run_harness import events
 
+from fp4mega.attention import SideInputs, get_policy
+from fp4mega.attention.backward_probes import probe_backward
+from fp4mega.bench.bias import load_batch
 from fp4mega.tracking import read_run
 from fp4mega.train.loop import TrainingError
 from fp4mega.train.recipe import Recipe, RecipeError
@@ -59,6 +63,23 @@ def test_events_and_manifest_say_what_happened(train, run_dir, content):
     assert [p["layer"] for p in probes] == [0, 1]
     assert 15 < probes[0]["q_sqnr_db"] < 30  # NVFP4
     assert all(p["qkv_grad_norm"] > 0 for p in probes)
+
+
+def test_probed_tensors_are_what_the_bench_of_bias_reads(train, run_dir, content):
+    content["tracking"] |= {"probe_interval": 3, "probe_tensors": True}
+    content["attention"] = {"policy": "nvfp4_qk_mxfp4_pv-paper"}
+    folder = run_dir.with_name("t__nvfp4_qk_mxfp4_pv-paper")
+    assert train(steps=3) == 0
+    paths = sorted((folder / "probes").iterdir())
+    assert [path.name for path in paths] == ["000003_00.pt", "000003_01.pt"]
+    assert all(path.stat().st_size < 100_000 for path in paths)  # one sample, not the batch
+    for path, event in zip(paths, events(folder, "probe"), strict=True):
+        seen = torch.load(path, weights_only=True)
+        batch = load_batch(path, "cpu")
+        problem = replace(batch.problem, dtype=seen["q"].dtype)
+        policy = get_policy("nvfp4_qk_mxfp4_pv-paper")
+        again = probe_backward(*seen.values(), SideInputs(), problem, policy)
+        assert again["ds_row_sum"] == event["ds_row_sum"]
 
 
 def test_learning_rate_warms_up_and_decays(train, run_dir, content):
