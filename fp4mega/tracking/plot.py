@@ -21,7 +21,11 @@ VALID: dict[str, Any] = {
     "markeredgewidth": 1.3,
 }
 SMOOTH_SHARE = 0.05
+# Past the palette's end colours come again, dashed, then dotted.
+DASHES = ("-", "--", ":")
 LOG_RANGE = 20.0
+LOG_GAP = 1.0
+LEGEND_INSIDE = 6
 
 
 def plot_comparison(comparison: Comparison, path: Path) -> None:
@@ -32,35 +36,42 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     figure = Figure(figsize=(9, 9), layout="constrained")
     FigureCanvasAgg(figure)
     loss, gap, norm = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1.4, 1.4))
-    colors = _colors(comparison)
+    looks = _looks(comparison)
     banded = {i for band in comparison.bands for i in band.members}
 
     for i, (run, summary) in enumerate(zip(comparison.runs, comparison.summaries, strict=True)):
         # In a band its mean has the label. A reference is wide, so that it shows under a curve that covers it.
         style: dict[str, Any] = {
-            "color": colors[i],
+            **looks[i],
             "label": None if i in banded else summary.label,
             "width": 3.0 if summary.partner == i else 1.4,
             "faint": i in banded,
         }
         _curve(loss, *run.series("train", "loss"), **style)
         _curve(norm, *run.series("train", "grad_norm"), **style)
-        loss.plot(*run.series("eval", "loss", split="valid"), color=colors[i], **VALID)
+        loss.plot(*run.series("eval", "loss", split="valid"), color=looks[i]["color"], **VALID)
         if summary.partner != i:
-            _curve(
-                gap, *_difference(comparison, i), color=colors[i], label=summary.label, width=1.4
-            )
+            _curve(gap, *_difference(comparison, i), **looks[i], label=summary.label, width=1.4)
     for band in comparison.bands:
-        _draw_band(loss, comparison, band, colors[band.members[0]])
+        _draw_band(loss, comparison, band, looks[band.members[0]])
 
     if comparison.final_valid_step is not None:
         loss.plot([], [], color="grey", label="validation", **VALID)
     loss.set_ylabel("loss (nats per token)")
-    loss.legend(loc="upper right", frameon=False, fontsize=9)
+    handles, labels = loss.get_legend_handles_labels()
+    if len(handles) <= LEGEND_INSIDE:
+        loss.legend(loc="upper right", frameon=False, fontsize=9)
+    else:
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9
+        )
     gap.axhline(0, color="grey", linewidth=0.8)
     gap.set_ylabel("gap in training loss\n(nats per token)")
     if not comparison.candidates:
         gap.set_title("no second run to compare with", y=0.4, fontsize=9, color="grey")
+    elif np.abs(_drawn(gap)).max(initial=0.0) > LOG_GAP:
+        # Beside a run that diverged the gaps of the others would be a flat line.
+        gap.set_yscale("symlog", linthresh=LOG_GAP / 10)
     norm.set_ylabel("gradient norm")
     _log_scale_if_wide(norm)
     norm.set_xlabel("step")
@@ -77,18 +88,19 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _colors(comparison: Comparison) -> list[str]:
-    """One colour per policy where its runs form a band, otherwise one per run."""
-    colors: dict[int, str] = {}
+def _looks(comparison: Comparison) -> list[dict[str, str]]:
+    """Colour and line style: one for each policy where its runs form a band, otherwise one for each run."""
+    looks: dict[int, dict[str, str]] = {}
     banded = {i: band.members[0] for band in comparison.bands for i in band.members}
     used = 0
     for i in range(len(comparison.runs)):
         first = banded.get(i, i)
-        if first not in colors:
-            colors[first] = COLORS[used % len(COLORS)]
+        if first not in looks:
+            dash = DASHES[used // len(COLORS) % len(DASHES)]
+            looks[first] = {"color": COLORS[used % len(COLORS)], "linestyle": dash}
             used += 1
-        colors[i] = colors[first]
-    return [colors[i] for i in range(len(comparison.runs))]
+        looks[i] = looks[first]
+    return [looks[i] for i in range(len(comparison.runs))]
 
 
 def _curve(
@@ -97,6 +109,7 @@ def _curve(
     values: NDArray[np.float64],
     *,
     color: str,
+    linestyle: str,
     label: str | None,
     width: float,
     faint: bool = False,
@@ -104,7 +117,15 @@ def _curve(
     """The values as they are, pale, and smoothed on top of them; `faint` for one of many in a band."""
     axes.plot(steps, values, color=color, alpha=0.15 if faint else 0.25, linewidth=0.8)
     alpha, linewidth = (0.35, 0.8) if faint else (1.0, width)
-    axes.plot(steps, smooth(values), color=color, alpha=alpha, linewidth=linewidth, label=label)
+    axes.plot(
+        steps,
+        smooth(values),
+        color=color,
+        linestyle=linestyle,
+        alpha=alpha,
+        linewidth=linewidth,
+        label=label,
+    )
 
 
 def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -129,22 +150,27 @@ def _difference(
     return common, losses[np.isin(steps, common)] - other[np.isin(other_steps, common)]
 
 
-def _draw_band(axes: Axes, comparison: Comparison, band: Band, color: str) -> None:
+def _draw_band(axes: Axes, comparison: Comparison, band: Band, look: dict[str, str]) -> None:
     series = [comparison.runs[i].series("train", "loss") for i in band.members]
     common = series[0][0]
     for steps, _ in series[1:]:
         common = np.intersect1d(common, steps)
     smoothed = np.stack([smooth(values[np.isin(steps, common)]) for steps, values in series])
     axes.fill_between(
-        common, smoothed.min(0), smoothed.max(0), color=color, alpha=0.15, linewidth=0
+        common, smoothed.min(0), smoothed.max(0), color=look["color"], alpha=0.15, linewidth=0
     )
     label = f"{band.policy}, mean of {len(band.members)} seeds"
-    axes.plot(common, smoothed.mean(0), color=color, linewidth=1.8, label=label)
+    axes.plot(common, smoothed.mean(0), **look, linewidth=1.8, label=label)
+
+
+def _drawn(axes: Axes) -> NDArray[np.float64]:
+    """All finite values that curves of the axes have."""
+    lines = [np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()]
+    values = np.concatenate(lines) if lines else np.array([])
+    return values[np.isfinite(values)]
 
 
 def _log_scale_if_wide(axes: Axes) -> None:
-    drawn = [np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()]
-    values = np.concatenate(drawn) if drawn else np.array([])
-    values = values[np.isfinite(values)]
+    values = _drawn(axes)
     if values.size and values.min() > 0 and values.max() / values.min() > LOG_RANGE:
         axes.set_yscale("log")

@@ -94,3 +94,20 @@ def test_smooth_keeps_the_first_value_and_averages_inside():
     assert result[50] == pytest.approx(52.0)
     assert result[-1] == pytest.approx((97 + 98 + 99) / 3)
     np.testing.assert_array_equal(smooth(np.array([3.0, 1.0])), [3.0, 1.0])
+
+
+def test_many_arms_look_different_and_a_diverged_one_hides_no_gap(make_run, drawn):
+    losses = [[5.0, 4.0, 3.0 + n / 1000] for n in range(9)] + [[5.0, 6.0, 9.0]]
+    runs = [make_run(f"arm{n}", values, policy=f"p{n}") for n, values in enumerate(losses)]
+    figure, _ = drawn(*runs)
+    loss, gap, _ = figure.axes
+    looks = [
+        (line.get_color(), line.get_linestyle())
+        for line in loss.get_lines()
+        if line.get_label().startswith("p")
+    ]
+    assert len(set(looks)) == 10
+    assert loss.get_legend() is None
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [f"p{n}" for n in range(10)]
+    assert gap.get_yscale() == "symlog"
