@@ -88,9 +88,9 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _looks(comparison: Comparison) -> list[dict[str, str]]:
+def _looks(comparison: Comparison) -> list[dict[str, Any]]:
     """Colour and line style: one for each policy where its runs form a band, otherwise one for each run."""
-    looks: dict[int, dict[str, str]] = {}
+    looks: dict[int, dict[str, Any]] = {}
     banded = {i: band.members[0] for band in comparison.bands for i in band.members}
     used = 0
     for i in range(len(comparison.runs)):
@@ -150,7 +150,7 @@ def _difference(
     return common, losses[np.isin(steps, common)] - other[np.isin(other_steps, common)]
 
 
-def _draw_band(axes: Axes, comparison: Comparison, band: Band, look: dict[str, str]) -> None:
+def _draw_band(axes: Axes, comparison: Comparison, band: Band, look: dict[str, Any]) -> None:
     series = [comparison.runs[i].series("train", "loss") for i in band.members]
     common = series[0][0]
     for steps, _ in series[1:]:
