@@ -71,9 +71,10 @@ class Model:
         shape: Shape,
         *,
         schedule: str = "as compiled",
-        order: Order = "longest first",
+        order: Order | None = None,
     ) -> list[float]:
-        """Predicted times under either calibration."""
+        """Predicted times under either calibration, by default in the order that the kernel has."""
+        order = order or ("persistent" if kernel.persistent else "longest first")
         pairs = zip(self.calibrations, self.periods(kernel, schedule), strict=True)
         return [c.milliseconds(period, shape, order=order) for c, period in pairs]
 
@@ -210,12 +211,12 @@ def predictions(model: Model, names: Sequence[str], shapes: Sequence[Shape]) -> 
     yield "## Predictions for our kernels (forward kernel alone, publishers not counted)"
     rows = []
     for shape in shapes:
-        ctas, rounded = waves(shape, model.calibrations[0].chip)
+        items, rounded = waves(shape, model.calibrations[0].chip)
         for name in names:
             kernel = _ours(name, shape.causal)
             tile = [f"{period / QUERY_TILES:.0f}" for period in model.periods(kernel)]
             times = [f"{t:.4f}" for t in model.milliseconds(kernel, shape)]
-            rows.append([str(shape), name, f"{ctas:.2f} -> {rounded}", *tile, *times, model.span])
+            rows.append([str(shape), name, f"{items:.2f} -> {rounded}", *tile, *times, model.span])
     head = ["shape", "kernel", "waves", *model.heads("predicted cycles a tile, ")]
     yield _table([*head, *model.heads("predicted ms, "), SPAN], rows)
 
@@ -271,7 +272,7 @@ def _causal(model: Model, names: Sequence[str], shapes: Sequence[Shape]) -> Iter
                 times = model.milliseconds(_ours(name, causal=True), shape, order=order)
                 rows.append([str(shape), name, order, *(f"{t:.4f}" for t in times), model.span])
     if rows:
-        yield "## Order of causal CTAs: predicted ms"
+        yield "## Order of causal items: predicted ms (persistent: the kernel's own; the others: a CTA an item)"
         yield _table(["shape", "kernel", "order", *model.heads(), SPAN], rows)
 
 

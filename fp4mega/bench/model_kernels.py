@@ -58,6 +58,8 @@ class Kernel:
     """Bytes that a CTA loads for a key tile."""
     variant: str = ""
     """What else distinguishes it from kernels of the same name."""
+    persistent: bool = False
+    """Its CTAs take item after item; otherwise each has one."""
 
     @property
     def ctas_per_sm(self) -> int:
@@ -140,6 +142,7 @@ def _ours(direct: bool, dim: int = 128) -> Description:
         correction += [(f"out{i}", -1), (f"total{i}", -1)]
         if not direct:
             correction += [(f"rise{i}", 0), (f"ready{i}", 0)]
+    # Direct-P waits for it once an item, as both do for Q.
     ready = [((f"ready{i}", 0),) if not direct else () for i in (0, 1)]
     steps = KEY_TILE // (64 if direct else 32)
     products = ([(dim, False)] * steps + [(16, False)] * steps + [(KEY_TILE, True)] * (dim // 64)) * 2  # fmt: skip
@@ -150,7 +153,7 @@ def _ours(direct: bool, dim: int = 128) -> Description:
             None, *ready[0], ("first0", 0), ("last0", 0), ("read1", 0), ("total1", -1), None,
             *ready[1], ("first1", 0), ("last1", 0), ("read0", 1), ("total0", 0),
         ),
-        commits=(("out0", 0), ("scores0", 1), ("out1", 0), None, ("scores1", 1), None),
+        commits=(("out0", 0), ("scores0", 1), ("out1", 0), None, None, ("scores1", 1), None),
         products=tuple(products),
         counts={},
     )  # fmt: skip
@@ -217,6 +220,7 @@ def compile_ours(policy: str, *, polynomial_of_8: int | None = None, causal: boo
         + config.v_bytes
         + (SCALE_ATOM if found.direct_p is not None else 0),
         variant=f"causal={causal}, polynomial_of_8={config.polynomial_of_8}",
+        persistent=True,
     )
 
 

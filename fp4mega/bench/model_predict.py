@@ -1,7 +1,7 @@
 """From cycles of a key tile to the time of a shape, the one free parameter of the speed model, and its error on published times.
 
-A CTA owns 256 query rows of one head and walks over its key tiles; CTAs go to multiprocessors in launch order as these become free, which
-gives wave quantization and the tail of causal schedules.
+A work item is 256 query rows of one head against their key tiles. Items go to multiprocessors in launch order as these become free, a CTA
+each, or are dealt beforehand to a persistent grid; both give wave quantization and the tail of causal schedules.
 
 One published time, flash-attention-4's BF16 kernel at B1 H64 S8192, fixes one parameter. Two are open, and nothing published tells them apart,
 so there are two calibrations and every prediction is a pair: the whole gap between simulation and publication is laid to the hand-off
@@ -17,8 +17,10 @@ from fp4mega.bench.model_chip import GB200, Chip
 from fp4mega.bench.model_kernels import KEY_TILE, QUERY_TILE, QUERY_TILES, Kernel
 from fp4mega.bench.model_simulate import Partition, Result, Step
 from fp4mega.bench.shapes import Shape
+from fp4mega.kernels.cute.schedule import deal
 
-Order = Literal["longest first", "shortest first"]
+Order = Literal["longest first", "shortest first", "persistent"]
+"""The first two: a CTA an item, launched in that order. persistent: a CTA a multiprocessor, items as `schedule.deal` gives them."""
 ASSUMED_HAND_OFF = 100.0
 """Cycles from an arrival until who waited for it goes on, assumed where the clock is fitted."""
 MAX_HAND_OFF = 2000.0
@@ -51,7 +53,7 @@ RATIOS = {"direct_p_fast": 2.023, "direct_p_accurate": 1.669}
 
 
 def key_tiles(shape: Shape) -> list[int]:
-    """Key tiles of every CTA in launch order: row tiles slowest, the first rows first.
+    """Key tiles of every item: row tiles slowest, the first rows first.
 
     Raises ValueError for a head dim whose kernels the model does not know.
     """
@@ -73,16 +75,21 @@ def makespan(jobs: Sequence[float], workers: int) -> float:
 
 
 def cycles(shape: Shape, period: float, chip: Chip, *, order: Order = "longest first") -> float:  # fmt: skip
-    """Cycles of a launch whose CTAs take `period` for one key tile against their query tiles. Raises ValueError for another order."""
+    """Cycles of a launch whose CTAs take `period` for one key tile against their query tiles. Raises ValueError for another order.
+
+    Between the items of a persistent CTA nothing is lost: all of its roles go on at once, and the output is stored meanwhile.
+    """
     if order not in get_args(Order):
         raise ValueError(f"order={order!r}: expected one of {', '.join(get_args(Order))}")
-    jobs = [chip.fixed + period * n for n in key_tiles(shape)]
-    jobs.sort(reverse=order == "longest first")
-    return makespan(jobs, chip.sms)
+    counts = sorted(key_tiles(shape), reverse=order != "shortest first")
+    if order == "persistent":
+        dealt = deal(len(counts), min(chip.sms, len(counts)))
+        return chip.fixed + period * max(sum(counts[rank] for rank in ranks) for ranks in dealt)
+    return makespan([chip.fixed + period * n for n in counts], chip.sms)
 
 
 def waves(shape: Shape, chip: Chip) -> tuple[float, int]:
-    """(CTAs over SMs, that rounded up)."""
+    """(items over SMs, that rounded up)."""
     count = len(key_tiles(shape))
     return count / chip.sms, -(-count // chip.sms)
 
@@ -103,7 +110,7 @@ class Calibration:
         return Partition(roles, counts, self.chip, self.hand_off).run(TILES)
 
     def milliseconds(self, period: float, shape: Shape, *, order: Order = "longest first") -> float:
-        """Predicted time of a forward kernel whose CTAs take `period` cycles for a key tile."""
+        """Predicted time of a forward kernel that takes `period` cycles for a key tile against the query tiles of an item."""
         return self.chip.milliseconds(cycles(shape, period, self.chip, order=order))
 
 

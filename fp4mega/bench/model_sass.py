@@ -125,7 +125,7 @@ def loops(listing: Listing) -> Iterator[tuple[int, int]]:
 
 
 ROLES = {
-    "softmax": ({"LDTM", "STTM", "F2FP"}, set[str]()),
+    "softmax": ({"LDTM", "STTM", "F2FP"}, {"STG"}),
     "correction": ({"LDTM"}, {"F2FP", "UTCBAR"}),
     "multiply": ({"UTCBAR"}, set[str]()),
     "load": ({"UTMALDG"}, {"UTCBAR"}),
@@ -160,14 +160,22 @@ def _hot(listing: Listing, first: int, last: int, role: str) -> Iterator[Instruc
         target = _target(listing, index)
         if target is not None and index < target <= last:
             block = listing.instructions[index + 1 : target]
-            if _is_cold(block, role):
+            if _is_cold(listing.instructions[index], block, role):
                 index = target
                 continue
         index += 1
 
 
-def _is_cold(block: Sequence[Instruction], role: str) -> bool:
-    """Whether a block that a branch can skip is skipped for most key tiles: masking, or rescaling the output."""
+def _is_cold(branch: Instruction, block: Sequence[Instruction], role: str) -> bool:
+    """Whether a block that a branch can skip is skipped for most key tiles: masking, rescaling the output, a wait once an item."""
+    if role == "multiply":
+        # Where the branch is uniform. One by two predicates jumps over what only the last key tile of a CTA has not.
+        bases = {i.base for i in block}
+        return (
+            branch.opcode == "BRA.U"
+            and "SYNCS" in bases
+            and not any(b.startswith("UTC") for b in bases)
+        )
     if len(block) < _COLD_LENGTH:
         return False
     if role == "correction":

@@ -73,7 +73,8 @@ class Launches:
     modules: dict[str, str] = field(default_factory=dict)
     """Kernel name to the last part of the module it is defined in."""
     bytes: dict[str, int] = field(default_factory=dict)
-    """Kernel name to the bytes of its distinct tensor arguments, summed over launches: what it moves if it touches each once."""
+    """Kernel name to the bytes of its distinct tensor arguments, summed over launches: what it moves if it touches each once, or a second
+    time in the cache, as a publisher's input that is scaled by its maximum."""
 
     def add(self, name: str, module: str, arguments: tuple[Any, ...], *, idle: bool) -> None:
         """One launch; an `idle` one touches nothing but a flag."""

@@ -62,6 +62,11 @@ def test_causal_order() -> None:
     longest, shortest = (cycles(shape, 100.0, GB200, order=o) for o in ("longest first", "shortest first"))  # fmt: skip
     work = sum(GB200.fixed + 100.0 * n for n in key_tiles(shape)) / GB200.sms
     assert work <= longest < shortest
+    persistent = cycles(shape, 100.0, GB200, order="persistent")
+    # Items dealt beforehand: the fixed cost once, and an end near that of who goes to the first free.
+    tiles = sum(key_tiles(shape)) / GB200.sms
+    assert GB200.fixed + 100.0 * tiles <= persistent < longest
+    assert cycles(BIG, 1000.0, GB200, order="persistent") == 14 * 64 * 1000 + GB200.fixed
     with pytest.raises(ValueError, match="order='random'"):
         cycles(shape, 100.0, GB200, order="random")  # type: ignore[arg-type]
 

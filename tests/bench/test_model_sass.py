@@ -41,6 +41,23 @@ def test_a_mask_behind_a_branch_is_left_out_a_predicated_one_is_not() -> None:
     assert histogram(predicated)["ISETP"] == histogram(predicated)["FSEL"] == 30
 
 
+def test_what_the_tensor_cores_warp_does_once_an_item_is_left_out() -> None:
+    """A wait that a uniform branch jumps over; not one behind two predicates, and no block with a product."""
+    wait = line("SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R5")
+    product = line("UTCHMMA tmem[UR4], gdesc[UR6], tmem[UR8]")
+
+    def loop(jump: str, block: list[str]) -> str:
+        body = [*[line("NOP")] * 12, line(jump), *block, ".L_x_2:", line("UTCBAR [UR41], URZ")]
+        return "\n".join([".L_x_1:", *body, line("BRA.U UP0, `(.L_x_1)")])
+
+    def waits(jump: str, block: list[str]) -> int:
+        return histogram(role_loop(parse(loop(jump, block)), "multiply"))["SYNCS"]
+
+    assert waits("BRA.U UP1, `(.L_x_2)", [wait]) == 0
+    assert waits("@!P3 BRA P1, `(.L_x_2)", [wait]) == 1
+    assert waits("BRA.U UP1, `(.L_x_2)", [wait, product]) == 1
+
+
 def test_refusals() -> None:
     listing = parse(kernel_text(20))
     with pytest.raises(ValueError, match="role='epilogue'"):

@@ -7,7 +7,7 @@ from fp4mega.attention.policy import AttentionPolicy
 from fp4mega.attention.problem import AttentionProblem, SideInputs
 from fp4mega.kernels.contract import Forward, Gradients, TensorSpec
 from fp4mega.kernels.cute import support
-from fp4mega.kernels.cute.launch import prepare_forward
+from fp4mega.kernels.cute.launch import multiprocessors, prepare_forward
 
 
 class CuteSm100Backend:
@@ -42,7 +42,7 @@ class CuteSm100Backend:
 
         with torch.cuda.device(q.device):
             call = prepare_forward(q, k, v, side, problem, policy, launch)
-            launch(call.config, call.tensors, (*call.sizes, call.scale_log2))
+            launch(call.config, call.tensors, call.numbers(multiprocessors(q.device)))
             return call.finish()
 
     def backward(

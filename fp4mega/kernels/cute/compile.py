@@ -53,9 +53,9 @@ def signature(config: KernelConfig) -> tuple[tuple[tuple[Any, int], ...], tuple[
         return pointers[config.kind], _STRIDES_AND_EXTENTS
     operand = (_WIDE, _WIDE, _NUMBER)
     v_scales = _NUMBER if config.direct_p is None else _WIDE
-    beside = (_WORD, _WORD, (Int32, 16), _NUMBER)
+    beside = (_WORD, _WORD, _WORD, (Int32, 16), _NUMBER)
     results = (_ROWS, _NUMBER, _NUMBER)
-    numbers = (*[Int32] * 8, Float32)
+    numbers = (*[Int32] * 9, Float32)
     return (*operand, *operand, _WIDE, v_scales, *beside, *results), numbers
 
 

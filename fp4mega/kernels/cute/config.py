@@ -9,6 +9,8 @@ from fp4mega.kernels.cute.descriptors import Kind
 TILE_M, TILE_N = 128, 128
 QUERY_STAGES = 2
 """Query tiles of one CTA: while one of them is turned into P, the tensor core multiplies for the other."""
+ITEM_BUFFERS = 2
+"""Buffers for what a work item has one of: Q of the item and of the next, row maxima of the item and of the one before."""
 ONES = 16
 """Columns of ones that P is also multiplied with: the least N of an MMA."""
 SCALE_ATOM = 512

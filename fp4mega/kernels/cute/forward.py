@@ -1,6 +1,7 @@
 """Attention forward on sm_100a: four-bit Q and K; P and V in FP8 or, for Direct-P, in MXFP4.
 
-One CTA owns two tiles of 128 query rows ("stages") of one head and walks over the key tiles. Roles, by warp:
+A CTA takes work items one after the other (`schedule`): two tiles of 128 query rows ("stages") of one head, against their key
+tiles. Roles, by warp:
 
     0-3, 4-7   softmax of stage 0 and 1: a thread owns a row; scores from tensor memory, P back into the same columns
     8-11       correction: sums L, rescales O where a row maximum rose; in the end normalizes and stores
@@ -12,11 +13,14 @@ L, the row sum of the represented P, is a product too: P times columns of ones. 
 rounded, and with V = 1 the output is exactly 1. Tensor memory: `config.Columns`. Order of the tensor core's work, with what
 each step waits for, in docs/kernels_blackwell.md.
 
+No role waits for another at the end of an item: key tiles are counted on through all items of a CTA (t: "steps"), and a ring's
+buffer or a barrier's phase is one of the step, or of the number of the item (`turn`) for what happens once an item.
+
 Letters: S query rows, T keys, H query heads, G kv heads, D head dim of Q and K, Dv of V.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -25,9 +29,10 @@ from cutlass.cute.nvgpu import cpasync
 
 from fp4mega.attention.policy import DirectP
 from fp4mega.kernels.cute import instructions as op
-from fp4mega.kernels.cute import softmax
+from fp4mega.kernels.cute import places, softmax
 from fp4mega.kernels.cute.config import (
     ATOM_COLUMNS,
+    ITEM_BUFFERS,
     ONES,
     QUERY_STAGES,
     SCALE_ATOM,
@@ -43,6 +48,7 @@ from fp4mega.kernels.cute.descriptors import (
     k_of,
     shared_descriptor,
 )
+from fp4mega.kernels.cute.places import Limits, Place, Shape, Work
 from fp4mega.kernels.cute.storage import HALVES, barriers, shared_storage
 
 THREADS = 512
@@ -53,46 +59,11 @@ _LN2_HIGH = 355.0 / 512.0
 _LN2_LOW = LN2 - _LN2_HIGH
 _E4M3_ONE, _E2M1_ONES, _E8M0_ONE = 0x38, 0x22, 0x7F
 _WIDE_K = 64
+_UNIT = 16
+"""Bytes that addresses in matrix descriptors count in."""
+_ATOM_UNITS = SCALE_ATOM // _UNIT
 _LEAST_SCALE = 2.0**-126
 _PAST_ALL_KEYS = 1 << 30
-
-
-class Shape(NamedTuple):
-    """Extents of one launch."""
-
-    batch: Int32
-    rows: Int32
-    keys: Int32
-    heads: Int32
-    kv_heads: Int32
-
-
-class Limits(NamedTuple):
-    """Visible keys of row i: j <= i + diagonal + right, j >= i + diagonal - left, j < keys; no row at or past `rows`."""
-
-    rows: Int32
-    keys: Int32
-    diagonal: Int32
-    left: Int32
-    right: Int32
-
-
-class Place(NamedTuple):
-    """What a CTA works on."""
-
-    tile: Int32
-    head: Int32
-    group: Int32
-    entry: Int32
-    first: Int32
-    """First key tile."""
-    count: Int32
-    """Number of key tiles, at least one."""
-
-
-def vector(pointer: cute.Pointer) -> cute.Tensor:
-    """Elements that follow one another from `pointer` on."""
-    return cute.make_tensor(pointer, cute.make_layout(1 << 30))
 
 
 class AttentionForward:
@@ -123,6 +94,7 @@ class AttentionForward:
         v_scales: cute.Pointer,
         lengths_q: cute.Pointer,
         lengths_k: cute.Pointer,
+        order: cute.Pointer,
         hidden: cute.Pointer,
         sink: cute.Pointer,
         out: cute.Pointer,
@@ -136,6 +108,7 @@ class AttentionForward:
         bottom_right: Int32,
         left: Int32,
         right: Int32,
+        ctas: Int32,
         scale_log2: Float32,
         stream: cuda.CUstream,
     ) -> None:
@@ -145,10 +118,10 @@ class AttentionForward:
         q_global: float32 [B, H] that values are divided by (NVFP4). k, k_scales, k_global: the same over [B, T, G].
         v: E4M3 [B, T, G, Dv] with v_scales float32 [B, G] that values are divided by; for Direct-P E2M1
         [B, G, Dv, ceil(T / 128) * 64] with keys packed, and v_scales [B, G, ceil(T / 128), 512] bytes.
-        lengths_q, lengths_k: int32 [B] with `lengths`. hidden: int32 [B, ceil(T / 128), 4], a bit a key, with `hidden`. sink: float32 [H] with `sink`, natural-log units.
+        lengths_q, lengths_k: int32 [B], and order of `schedule.packed_order`, with `lengths`. hidden: int32 [B, ceil(T / 128), 4], a bit a key, with `hidden`. sink: float32 [H] with `sink`, natural-log units.
         out: BF16 [B, S, H, Dv]; lse: float32 [B, H, S]; statistics: float32 [2, B, H, S], m and L.
         bottom_right: 1 if the diagonal of row 0 is key T - S, else 0. left, right: of the window, with `left`, `right`.
-        scale_log2: softmax scale * log2(e).
+        ctas: of the grid, if there are as many work items; multiprocessors of the device. scale_log2: softmax scale * log2(e).
         """
         config = self.config
         shape = Shape(batch, rows, keys, heads, kv_heads)
@@ -167,12 +140,11 @@ class AttentionForward:
             maps.append(self._scale_map(v_scales, keys, kv_heads, batch, 1))
         atoms = tuple(m.atom for m in maps)
         tensors = tuple(m.tma_tensor for m in maps)
-        tiles = cute.ceil_div(rows, QUERY_STAGES * TILE_M)
+        work = Work(shape, lengths_q, lengths_k, order, bottom_right, left, right)
         self.kernel(
-            atoms, tensors, (q_global, k_global, v_scales), (lengths_q, lengths_k, hidden, sink),
-            (out, lse, statistics), shape, (bottom_right, left, right), scale_log2,
+            atoms, tensors, (q_global, k_global, v_scales), (hidden, sink), (out, lse, statistics), work, scale_log2,
         ).launch(
-            grid=(tiles * heads * batch, 1, 1),
+            grid=(cutlass.min(ctas, places.items(shape)), 1, 1),
             block=(THREADS, 1, 1),
             smem=self.storage.size_in_bytes(),
             stream=stream,
@@ -246,12 +218,10 @@ class AttentionForward:
         scalars: Any,
         beside: Any,
         results: Any,
-        shape: Shape,
-        band: Any,
+        work: Work,
         scale_log2: Float32,
     ) -> None:
-        """One CTA: 256 query rows of one head against all the keys that any of them sees."""
-        config = self.config
+        """One CTA: its work items, one after the other in every role."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
@@ -267,71 +237,29 @@ class AttentionForward:
         op.fence_after_sync()
         base = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tensor_memory)
         q_global, k_global, v_scales = scalars
+        hidden, sink = beside
 
-        # Every role works out its place for itself: carried over the branches, it would be spilled.
+        # Every role works out its items for itself: carried over the branches, they would be spilled.
         if warp >= MMA_WARP:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == LOAD_WARP:
-                place, _ = self._place(shape, beside, band)
-                self._load(storage, atoms, tensors, place)
+                self._load(storage, atoms, tensors, work)
             if warp == MMA_WARP:
-                place, _ = self._place(shape, beside, band)
-                self._multiply(storage, base, place.count)
+                self._multiply(storage, base, work)
         if warp < CORRECTION:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            place, limits = self._place(shape, beside, band)
-            pair = place.entry * shape.heads + place.head
-            kv_pair = place.entry * shape.kv_heads + place.group
-            scale = scale_log2
-            if cutlass.const_expr(config.nvfp4):
-                # Divided one after the other: the product of the two globals may leave float32.
-                scale = scale / vector(q_global)[pair] / vector(k_global)[kv_pair]
-            # Not 0 for operands so small that it underflows: a masked score is -inf, and -inf * 0 is NaN.
-            scale = cute.arch.fmax(scale, _LEAST_SCALE, nan=True)
-            self._softmax(
-                storage, base, thread % TILE_M, thread // TILE_M, place, limits, beside[2:], scale
-            )
+            stage = cute.arch.make_warp_uniform(thread // TILE_M)
+            scales = (scale_log2, q_global, k_global)
+            self._softmax(storage, base, thread % TILE_M, stage, work, hidden, sink, scales)
         if warp >= CORRECTION and warp < MMA_WARP:
             cute.arch.setmaxregister_decrease(CORRECTION_REGISTERS)
-            place, _ = self._place(shape, beside, band)
-            kv_pair = place.entry * shape.kv_heads + place.group
-            unscale = Float32(1.0 / 6.0)
-            if cutlass.const_expr(config.direct_p is None):
-                unscale = 1.0 / vector(v_scales)[kv_pair]
-            self._correct(storage, base, thread % TILE_M, place, unscale, beside[3], results, shape)
+            self._correct(storage, base, thread % TILE_M, work, v_scales, sink, results)
         op.fence_before_sync()
         cute.arch.sync_threads()
         if warp == MMA_WARP:
             op.fence_after_sync()
             cute.arch.relinquish_tmem_alloc_permit()
             cute.arch.dealloc_tmem(base, self.columns.allocated)
-
-    def _place(self, shape: Shape, beside: Any, band: Any) -> tuple[Place, Limits]:
-        """Which rows and key tiles this CTA owns. Row tiles run slowest and backwards, so the longest causal ones start first."""
-        config = self.config
-        block, _, _ = cute.arch.block_idx()
-        pairs = shape.heads * shape.batch
-        tile, pair = block // pairs, block % pairs
-        if cutlass.const_expr(config.right):
-            tile = cute.ceil_div(shape.rows, QUERY_STAGES * TILE_M) - 1 - tile
-        head, entry = pair % shape.heads, pair // shape.heads
-        group = head // (shape.heads // shape.kv_heads)
-        rows, keys = shape.rows, shape.keys
-        if cutlass.const_expr(config.lengths):
-            rows, keys = vector(beside[0])[entry], vector(beside[1])[entry]
-        bottom_right, left, right = band
-        diagonal = (keys - rows) * bottom_right
-        limits = Limits(rows, keys, diagonal, left, right)
-        row = tile * (QUERY_STAGES * TILE_M)
-        first, last = Int32(0), keys
-        if cutlass.const_expr(config.right):
-            after = cutlass.min(row + QUERY_STAGES * TILE_M, rows) + diagonal + right
-            last = cutlass.min(keys, after)
-        if cutlass.const_expr(config.left):
-            first = cutlass.max(row + diagonal - left, 0) // TILE_N
-        # Rows that see nothing still take one step, fully masked.
-        count = cutlass.max(cute.ceil_div(last, TILE_N) - first, 1)
-        return Place(tile, head, group, entry, first, count), limits
 
     @cute.jit
     def _init_barriers(self, storage: Any) -> None:
@@ -354,8 +282,39 @@ class AttentionForward:
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
-    def _load(self, storage: Any, atoms: Any, tensors: Any, place: Place) -> None:
-        """Both Q tiles once, then K and V of every key tile through rings of `stages` buffers."""
+    def _load(self, storage: Any, atoms: Any, tensors: Any, work: Work) -> None:
+        """As far ahead as buffers are free, so that an item's first loads run during the item before."""
+        config = self.config
+        turns = places.turns(work.shape)
+        done = Int32(0)
+        for turn in cutlass.range(turns, unroll=1):
+            place, _ = places.place(config, turn, work)
+            self._load_item(storage, atoms, tensors, place, turn, done)
+            done = done + place.count
+        # Every arrival that the tensor core still owes this CTA's barriers must have come before its memory goes away.
+        for i in cutlass.range_constexpr(ITEM_BUFFERS):
+            self._wait_for_buffer(storage.q_empty, turns + i, ITEM_BUFFERS)
+        for i in cutlass.range_constexpr(config.stages):
+            self._wait_for_buffer(storage.k_empty, done + i, config.stages)
+            self._wait_for_buffer(storage.v_empty, done + i, config.stages)
+
+    @cute.jit
+    def _wait_for_buffer(self, empty: Any, use: Int32, buffers: cutlass.Constexpr) -> None:
+        """Until a ring's buffer may be filled for the `use`-th time of the ring; at once the first time."""
+        buffer, parity = op.ring(use, buffers)
+        cute.arch.mbarrier_wait(empty.data_ptr() + buffer, parity ^ 1)
+
+    @cute.jit
+    def _load_item(
+        self,
+        storage: Any,
+        atoms: Any,
+        tensors: Any,
+        place: Place,
+        turn: Int32,
+        done: Int32,
+    ) -> None:
+        """Both Q tiles into one of the two buffers for them, then K and V of every key tile through rings of `stages` buffers."""
         config = self.config
         scale_bytes = config.scale_atoms * SCALE_ATOM
         words = scale_bytes // 4
@@ -369,9 +328,9 @@ class AttentionForward:
                     place.head,
                     storage.q,
                     (TILE_M, config.chunk_bytes),
-                    QUERY_STAGES * config.chunks,
+                    ITEM_BUFFERS * QUERY_STAGES * config.chunks,
                 ),
-                (1, place.head, storage.q_scales, (words, 1), QUERY_STAGES),
+                (1, place.head, storage.q_scales, (words, 1), ITEM_BUFFERS * QUERY_STAGES),
                 (
                     2,
                     place.group,
@@ -384,22 +343,28 @@ class AttentionForward:
                 (5, place.group, storage.v_scales, (SCALE_ATOM // 4, 1), config.stages),
             )
         )
+        self._wait_for_buffer(storage.q_empty, turn, ITEM_BUFFERS)
+        pair, _ = op.ring(turn, ITEM_BUFFERS)
         for i in cutlass.range_constexpr(QUERY_STAGES):
-            full = storage.q_full.data_ptr() + i
+            buffer = pair * QUERY_STAGES + i
+            full = storage.q_full.data_ptr() + buffer
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(
                     full, TILE_M * config.row_bytes + scale_bytes
                 )
             tile = place.tile * QUERY_STAGES + i
             for c in cutlass.range_constexpr(config.chunks):
-                target = q[1][None, i * config.chunks + c]
+                target = q[1][None, buffer * config.chunks + c]
                 cute.copy(atoms[0], q[0][None, tile, c], target, tma_bar_ptr=full)
-            cute.copy(atoms[1], q_scales[0][None, 0, tile], q_scales[1][None, i], tma_bar_ptr=full)
+            cute.copy(
+                atoms[1], q_scales[0][None, 0, tile], q_scales[1][None, buffer], tma_bar_ptr=full
+            )
         for j in cutlass.range(place.count, unroll=1):
-            stage, phase = j % config.stages, (j // config.stages) % 2
+            t = done + j
+            stage, _ = op.ring(t, config.stages)
             tile = place.first + j
             full = storage.k_full.data_ptr() + stage
-            cute.arch.mbarrier_wait(storage.k_empty.data_ptr() + stage, phase ^ 1)
+            self._wait_for_buffer(storage.k_empty, t, config.stages)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(
                     full, TILE_N * config.row_bytes + scale_bytes
@@ -411,7 +376,7 @@ class AttentionForward:
                 atoms[3], k_scales[0][None, 0, tile], k_scales[1][None, stage], tma_bar_ptr=full
             )
             full = storage.v_full.data_ptr() + stage
-            cute.arch.mbarrier_wait(storage.v_empty.data_ptr() + stage, phase ^ 1)
+            self._wait_for_buffer(storage.v_empty, t, config.stages)
             if cutlass.const_expr(config.direct_p is None):
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, config.v_bytes)
@@ -423,13 +388,6 @@ class AttentionForward:
                 cute.copy(
                     atoms[5], v_scales[0][None, 0, tile], v_scales[1][None, stage], tma_bar_ptr=full
                 )
-
-        # Every arrival that the tensor core still owes this CTA's barriers must have come before its memory goes away.
-        for i in cutlass.range_constexpr(config.stages):
-            j = place.count + i
-            stage, phase = j % config.stages, (j // config.stages) % 2
-            cute.arch.mbarrier_wait(storage.k_empty.data_ptr() + stage, phase ^ 1)
-            cute.arch.mbarrier_wait(storage.v_empty.data_ptr() + stage, phase ^ 1)
 
     def _views(
         self, atom: Any, tensor: Any, buffers: Any, box: tuple[int, int], stages: int
@@ -457,10 +415,13 @@ class AttentionForward:
         return memory, shared
 
     @cute.jit
-    def _multiply(self, storage: Any, base: cute.Pointer, count: Int32) -> None:
-        """The tensor core's program: for either query tile in turn, P V of key tile j, then the scores of key tile j + 1."""
-        stages = self.config.stages
+    def _multiply(self, storage: Any, base: cute.Pointer, work: Work) -> None:
+        """The tensor core's program: for either query tile in turn, P V of step t, then the scores of step t + 1.
+
+        Behind the last key tile of an item these are scores of the next, so the tensor core does not stop between items.
+        """
         tensor = base.toint()
+        turns = places.turns(work.shape)
         for i in cutlass.range_constexpr(QUERY_STAGES):
             cute.arch.mbarrier_wait(storage.q_full.data_ptr() + i, 0)
             if cutlass.const_expr(i == 0):
@@ -468,38 +429,64 @@ class AttentionForward:
             else:
                 cute.arch.mbarrier_wait(storage.s_read.data_ptr(), 0)
             op.fence_after_sync()
-            self._scores(storage, tensor, i, Int32(0))
-        for j in cutlass.range(count, unroll=1):
-            stage = j % stages
-            cute.arch.mbarrier_wait(storage.v_full.data_ptr() + stage, (j // stages) % 2)
-            more = j + 1 < count
-            for i in cutlass.range_constexpr(QUERY_STAGES):
-                self._weighted_values(storage, tensor, i, j, stage, more)
-                # Row sums of the other query tile lie in this tile's columns, and the next of them will: read before either.
+            self._scores(storage, tensor, i, Int32(0), Int32(0))
+        done, buffer, phase = Int32(0), Int32(0), Int32(0)
+        for turn in cutlass.range(turns, unroll=1):
+            place, _ = places.place(self.config, turn, work)
+            for j in cutlass.range(place.count, unroll=1):
+                # Carried along: a division by three would stand in front of every product.
+                wraps = buffer == self.config.stages - 1
+                ahead = op.select(wraps, Int32(0), buffer + 1), phase ^ Int32(wraps)
+                last = j + 1 == place.count
+                self._step(
+                    storage, tensor, turn, j, done + j, (buffer, phase), ahead, last,
+                    turn + 1 == turns,
+                )  # fmt: skip
+                buffer, phase = ahead
+            done = done + place.count
+
+    @cute.jit
+    def _step(
+        self,
+        storage: Any,
+        tensor: Int32,
+        turn: Int32,
+        j: Int32,
+        t: Int32,
+        here: Any,
+        ahead: Any,
+        last: cutlass.Boolean,
+        last_item: cutlass.Boolean,
+    ) -> None:
+        """P V of key tile j of an item, and the scores that follow; `here`, `ahead`: buffer and parity of either in the rings."""
+        # Buffer of Q for the scores that follow.
+        queries = op.ring(turn, ITEM_BUFFERS)[0] ^ Int32(last)
+        more = not (last and last_item)
+        cute.arch.mbarrier_wait(storage.v_full.data_ptr() + here[0], here[1])
+        for i in cutlass.range_constexpr(QUERY_STAGES):
+            self._weighted_values(storage, tensor, i, turn, j, t, here[0], last, more)
+            # Row sums of the other query tile lie in this tile's columns, and the next of them will: read before either.
+            if cutlass.const_expr(i == 0):
+                cute.arch.mbarrier_wait(storage.total_read.data_ptr() + 1, op.parity(t))
+            if more:
                 if cutlass.const_expr(i == 0):
-                    self._wait_unless_first(storage.total_read.data_ptr() + 1, j)
-                if more:
-                    if cutlass.const_expr(i == 0):
-                        following = (j + 1) % stages
-                        cute.arch.mbarrier_wait(
-                            storage.k_full.data_ptr() + following, ((j + 1) // stages) % 2
-                        )
-                    else:
-                        cute.arch.mbarrier_wait(storage.total_read.data_ptr(), j % 2)
-                    op.fence_after_sync()
-                    self._scores(storage, tensor, i, j + 1)
+                    cute.arch.mbarrier_wait(storage.k_full.data_ptr() + ahead[0], ahead[1])
+                else:
+                    cute.arch.mbarrier_wait(storage.total_read.data_ptr(), op.parity(t))
+                if last:
+                    _, phase = op.ring(turn + 1, ITEM_BUFFERS)
+                    full = storage.q_full.data_ptr() + (queries * QUERY_STAGES + i)
+                    cute.arch.mbarrier_wait(full, phase)
+                op.fence_after_sync()
+                self._scores(storage, tensor, i, queries, ahead[0])
 
     @cute.jit
-    def _wait_unless_first(self, barrier: cute.Pointer, j: Int32) -> None:
-        """For what was signalled about key tile j - 1, if there was one."""
-        if j > 0:
-            cute.arch.mbarrier_wait(barrier, (j - 1) % 2)
-
-    @cute.jit
-    def _scores(self, storage: Any, tensor: Int32, i: cutlass.Constexpr, j: Int32) -> None:
-        """S_i = Q_i K(j)^T. The scales lie in the other query tile's retired columns, copied in front of every product."""
+    def _scores(
+        self, storage: Any, tensor: Int32, i: cutlass.Constexpr, queries: Int32, stage: Int32
+    ) -> None:
+        """S_i = Q_i K^T, with Q in buffer `queries` and K in `stage`. The scales lie in the other query tile's retired columns, copied in front of every product."""
         config, columns = self.config, self.columns
-        stage = j % config.stages
+        query = queries * QUERY_STAGES + i
         width = config.chunk_bytes
         swizzle = Swizzle.B64 if width == 64 else Swizzle.B32
         rows = shared_descriptor(swizzle, leading=16, stride=8 * width)
@@ -507,27 +494,27 @@ class AttentionForward:
             config.kind, TILE_M, TILE_N, e8m0_scales=not config.nvfp4
         )
         atoms = config.scale_atoms
-        q = storage.q.data_ptr().toint() + i * TILE_M * config.row_bytes
-        k = storage.k.data_ptr().toint() + stage * (TILE_N * config.row_bytes)
-        q_scales = storage.q_scales.data_ptr().toint() + i * atoms * SCALE_ATOM
-        k_scales = storage.k_scales.data_ptr().toint() + stage * (atoms * SCALE_ATOM)
+        q = self._units(storage.q, query, TILE_M * config.row_bytes)
+        k = self._units(storage.k, stage, TILE_N * config.row_bytes)
+        q_scales = self._units(storage.q_scales, query, atoms * SCALE_ATOM)
+        k_scales = self._units(storage.k_scales, stage, atoms * SCALE_ATOM)
         other = tensor + (1 - i) * TILE_N
         step = k_of(config.kind)
         with cute.arch.elect_one():
             for a in cutlass.range_constexpr(atoms):
                 op.copy_scales(
                     other + columns.q_scale + ATOM_COLUMNS * a,
-                    self._atom(q_scales + a * SCALE_ATOM),
+                    self._atom(q_scales + a * _ATOM_UNITS),
                 )
                 op.copy_scales(
                     other + columns.k_scale + ATOM_COLUMNS * a,
-                    self._atom(k_scales + a * SCALE_ATOM),
+                    self._atom(k_scales + a * _ATOM_UNITS),
                 )
             for n in cutlass.range_constexpr(config.dim // step):
                 # NVFP4 takes four scales a step, a whole atom; MXFP4 two, so every other step starts in the middle of one.
                 atom, byte = divmod(n * step // config.block, 4)
                 chunk, within = divmod(n * step // 2, width)
-                offset = chunk * TILE_N * width + within
+                offset = (chunk * TILE_N * width + within) // _UNIT
                 op.mma_block_scaled(
                     config.kind,
                     tensor + i * TILE_N,
@@ -543,6 +530,11 @@ class AttentionForward:
                 op.commit(storage.k_empty.data_ptr() + stage)
 
     @staticmethod
+    def _units(member: Any, buffer: Int32, size: int) -> Int32:
+        """Address of one of several buffers of `size` bytes, as matrix descriptors have it."""
+        return (member.data_ptr().toint() >> 4) + buffer * (size // _UNIT)
+
+    @staticmethod
     def _atom(address: Int32) -> Int64:
         """512 bytes as 32 rows of 16: eight-row groups 128 bytes apart."""
         return op.matrix_at(shared_descriptor(Swizzle.NONE, leading=16, stride=128), address)
@@ -553,31 +545,40 @@ class AttentionForward:
         storage: Any,
         tensor: Int32,
         i: cutlass.Constexpr,
+        turn: Int32,
         j: Int32,
+        t: Int32,
         stage: Int32,
+        last: cutlass.Boolean,
         more: cutlass.Boolean,
     ) -> None:
-        """O_i (+)= P_i(j) V(j), half by half as P is published, and the row sums of P_i(j) into the other tile's columns."""
+        """O_i (+)= P_i(t) V(t), half by half as P is published, and the row sums of P_i(t) into the other tile's columns."""
         config = self.config
+        # O is rescaled; behind the first key tile of an item, the output of the item before is in registers.
         if cutlass.const_expr(config.direct_p is None):
-            cute.arch.mbarrier_wait(storage.o_ready.data_ptr() + i, j % 2)
+            cute.arch.mbarrier_wait(storage.o_ready.data_ptr() + i, op.parity(t))
+        else:
+            if j == 0:
+                cute.arch.mbarrier_wait(storage.o_ready.data_ptr() + i, op.parity(turn))
         for half in cutlass.range_constexpr(HALVES):
-            cute.arch.mbarrier_wait(storage.p_full.data_ptr() + (i * HALVES + half), j % 2)
+            cute.arch.mbarrier_wait(storage.p_full.data_ptr() + (i * HALVES + half), op.parity(t))
             op.fence_after_sync()
             with cute.arch.elect_one():
                 self._half_product(storage, tensor, i, j, stage, half)
         # Scores of the other query tile must be in registers before the sums go where they were.
         if cutlass.const_expr(i == 0):
-            cute.arch.mbarrier_wait(storage.s_read.data_ptr() + 1, j % 2)
+            cute.arch.mbarrier_wait(storage.s_read.data_ptr() + 1, op.parity(t))
         else:
             if more:
-                cute.arch.mbarrier_wait(storage.s_read.data_ptr(), (j + 1) % 2)
+                cute.arch.mbarrier_wait(storage.s_read.data_ptr(), op.parity(t + 1))
         op.fence_after_sync()
         with cute.arch.elect_one():
             self._row_sums(storage, tensor, i)
             op.commit(storage.o_full.data_ptr() + i)
             if cutlass.const_expr(i == QUERY_STAGES - 1):
                 op.commit(storage.v_empty.data_ptr() + stage)
+                if last:
+                    op.commit(storage.q_empty.data_ptr() + op.ring(turn, ITEM_BUFFERS)[0])
 
     def _half_product(
         self, storage: Any, tensor: Int32, i: int, j: Int32, stage: Int32, half: int
@@ -585,7 +586,7 @@ class AttentionForward:
         config, columns = self.config, self.columns
         own = tensor + i * TILE_N
         out = tensor + columns.out[i]
-        v = storage.v.data_ptr().toint() + stage * config.v_bytes
+        v = self._units(storage.v, stage, config.v_bytes)
         first = Int32(j > 0) if half == 0 else Int32(1)
         if config.direct_p is None:
             # V lies as keys x dim: the reduced axis is the slow one, in groups of eight keys.
@@ -599,25 +600,24 @@ class AttentionForward:
                 key = half * _WIDE_K + n * step
                 op.mma(
                     Kind.F8F6F4, out, own + columns.p + key // 4,
-                    op.matrix_at(rows, v + key * config.dim_v), descriptor,
+                    op.matrix_at(rows, v + key * config.dim_v // _UNIT), descriptor,
                     first if n == 0 else Int32(1),
                 )  # fmt: skip
             return
-        scales = storage.p_scales.data_ptr().toint() + (i * HALVES + half) * SCALE_ATOM
+        scales = self._units(storage.p_scales, Int32(i * HALVES + half), SCALE_ATOM)
         p_scale = own + columns.p_scale + half * ATOM_COLUMNS
         op.copy_scales(p_scale, self._atom(scales))
         if half == 0:
-            v_scales = storage.v_scales.data_ptr().toint() + stage * SCALE_ATOM
+            v_scales = self._units(storage.v_scales, stage, SCALE_ATOM)
             op.copy_scales(own + columns.v_scale, self._atom(v_scales))
-            op.copy_scales(
-                own + columns.one_scale, self._atom(storage.one_scale.data_ptr().toint())
-            )
+            one_scale = self._units(storage.one_scale, Int32(0), SCALE_ATOM)
+            op.copy_scales(own + columns.one_scale, self._atom(one_scale))
         rows = shared_descriptor(Swizzle.B64, leading=16, stride=8 * config.v_row_bytes)
         descriptor = instruction_descriptor(Kind.MXF4, TILE_M, config.dim_v, e8m0_scales=True)
         byte = 2 * half
         op.mma_block_scaled(
             Kind.MXF4, out, own + columns.p + half * _WIDE_K // 8,
-            op.matrix_at(rows, v + half * _WIDE_K // 2), op.with_scale_bytes(descriptor, 0, byte),
+            op.matrix_at(rows, v + half * _WIDE_K // 2 // _UNIT), op.with_scale_bytes(descriptor, 0, byte),
             p_scale, op.scale_address(own + columns.v_scale, byte), first,
         )  # fmt: skip
 
@@ -626,7 +626,7 @@ class AttentionForward:
         own, total = tensor + i * TILE_N, tensor + (1 - i) * TILE_N + columns.total
         ones = op.matrix_at(
             shared_descriptor(Swizzle.NONE, leading=128, stride=256),
-            storage.ones.data_ptr().toint(),
+            self._units(storage.ones, Int32(0), SCALE_ATOM),
         )
         if config.direct_p is None:
             step = k_of(Kind.F8F6F4)
@@ -659,28 +659,59 @@ class AttentionForward:
         base: cute.Pointer,
         thread: Int32,
         stage: Int32,
+        work: Work,
+        hidden: cute.Pointer,
+        sink: cute.Pointer,
+        scales: Any,
+    ) -> None:
+        """Scores into P, item by item; both query tiles run this code, `stage` says which."""
+        shape = work.shape
+        scale_log2, q_global, k_global = scales
+        done = Int32(0)
+        for turn in cutlass.range(places.turns(shape), unroll=1):
+            place, limits = places.place(self.config, turn, work)
+            scale = scale_log2
+            if cutlass.const_expr(self.config.nvfp4):
+                # Divided one after the other: the product of the two globals may leave float32.
+                scale = scale / op.vector(q_global)[place.entry * shape.heads + place.head]
+                scale = scale / op.vector(k_global)[place.entry * shape.kv_heads + place.group]
+            # Not 0 for operands so small that it underflows: a masked score is -inf, and -inf * 0 is NaN.
+            scale = cute.arch.fmax(scale, _LEAST_SCALE, nan=True)
+            self._softmax_item(
+                storage, base, thread, stage, place, limits, hidden, sink, scale, turn, done
+            )
+            done = done + place.count
+
+    @cute.jit
+    def _softmax_item(
+        self,
+        storage: Any,
+        base: cute.Pointer,
+        thread: Int32,
+        stage: Int32,
         place: Place,
         limits: Limits,
-        beside: Any,
+        hidden: cute.Pointer,
+        sink: cute.Pointer,
         scale: Float32,
+        turn: Int32,
+        done: Int32,
     ) -> None:
-        """Scores of one row a thread into P, key tile by key tile; both query tiles run this code, `stage` says which."""
+        """One row a thread, key tile by key tile."""
         config, columns = self.config, self.columns
-        hidden, sink = beside
-        stage = cute.arch.make_warp_uniform(stage)
         first_row = (place.tile * QUERY_STAGES + stage) * TILE_M
-        low, high = self._visible(first_row + thread, limits)
-        masked_from, masked_below = self._all_visible(first_row, limits)
+        low, high = places.visible(config, first_row + thread, limits)
+        masked_from, masked_below = places.all_visible(config, first_row, limits)
         own = base + stage * TILE_N
         top, exact = -Float32.inf, Float32(0.0)
         if cutlass.const_expr(config.direct_p is not None):
             top = Float32(0.0)
         elif cutlass.const_expr(config.sink):
-            top = op.ceil(vector(sink)[place.head] * (1 / LN2))
+            top = op.ceil(op.vector(sink)[place.head] * (1 / LN2))
         for j in cutlass.range(place.count, unroll=1):
             if cutlass.const_expr(config.hidden):
                 bits = self._hidden_bits(hidden, place, limits, j)
-            cute.arch.mbarrier_wait(storage.s_full.data_ptr() + stage, j % 2)
+            cute.arch.mbarrier_wait(storage.s_full.data_ptr() + stage, op.parity(done + j))
             op.fence_after_sync()
             scores = cute.make_rmem_tensor(TILE_N, Float32)
             for part in cutlass.range_constexpr(TILE_N // 32):
@@ -691,7 +722,7 @@ class AttentionForward:
             op.fence_before_sync()
             self._arrive(storage.s_read.data_ptr() + stage)
             key = (place.first + j) * TILE_N
-            if cutlass.const_expr(config.direct_p is None):
+            if cutlass.const_expr(config.direct_p is None and not config.exact_total):
                 if key + TILE_N > masked_from or key < masked_below:
                     self._mask(scores, low - key, high - key)
             else:
@@ -729,12 +760,16 @@ class AttentionForward:
                     top = self._sampled(scores, scale, j, top)
                 for half in cutlass.range_constexpr(HALVES):
                     self._publish_direct_p(storage, own, thread, stage, half, scores, scale, top)
-        tops = storage.top.get_tensor(cute.make_layout(QUERY_STAGES * TILE_M))
-        tops[stage * TILE_M + thread] = top
+        result = op.ring(turn, ITEM_BUFFERS)[0] * QUERY_STAGES + stage
+        self._per_row(storage.top)[result * TILE_M + thread] = top
         if cutlass.const_expr(config.exact_total):
-            totals = storage.total.get_tensor(cute.make_layout(QUERY_STAGES * TILE_M))
-            totals[stage * TILE_M + thread] = exact
-        self._arrive(storage.top_full.data_ptr() + stage)
+            self._per_row(storage.total)[result * TILE_M + thread] = exact
+        self._arrive(storage.top_full.data_ptr() + result)
+
+    @staticmethod
+    def _per_row(member: Any) -> cute.Tensor:
+        """A number for every row of both query tiles, for this item and the next."""
+        return member.get_tensor(cute.make_layout(ITEM_BUFFERS * QUERY_STAGES * TILE_M))
 
     @cute.jit
     def _sampled(self, scores: cute.Tensor, scale: Float32, j: Int32, top: Float32) -> Float32:
@@ -814,33 +849,36 @@ class AttentionForward:
         op.fence_before_sync()
         self._arrive(storage.p_full.data_ptr() + (stage * HALVES + half))
 
-    def _visible(self, row: Int32, limits: Limits) -> tuple[Int32, Int32]:
-        """First visible key of a row and the one after its last."""
-        config = self.config
-        low, high = Int32(0), limits.keys
-        if cutlass.const_expr(config.right):
-            high = cutlass.min(high, row + limits.diagonal + limits.right + 1)
-        if cutlass.const_expr(config.left):
-            low = cutlass.max(row + limits.diagonal - limits.left, 0)
-        if cutlass.const_expr(config.lengths):
-            high = op.select(row < limits.rows, high, Int32(0))
-        return low, high
-
-    def _all_visible(self, row: Int32, limits: Limits) -> tuple[Int32, Int32]:
-        """Keys below the first and from the second on are visible to every row of the tile that starts at `row`."""
-        config = self.config
-        last = row + TILE_M - 1
-        after, below = limits.keys, Int32(0)
-        if cutlass.const_expr(config.right):
-            after = cutlass.min(after, row + limits.diagonal + limits.right + 1)
-        if cutlass.const_expr(config.left):
-            below = cutlass.max(last + limits.diagonal - limits.left, 0)
-        if cutlass.const_expr(config.lengths):
-            after = op.select(last < limits.rows, after, Int32(0))
-        return after, below
-
     @cute.jit
     def _correct(
+        self,
+        storage: Any,
+        base: cute.Pointer,
+        thread: Int32,
+        work: Work,
+        v_scales: cute.Pointer,
+        sink: cute.Pointer,
+        results: Any,
+    ) -> None:
+        """Item by item; the output of one is normalized and stored while the next one's first scores become P."""
+        # O is free, and there are no row sums of a step before the first.
+        for i in cutlass.range_constexpr(QUERY_STAGES):
+            self._arrive(storage.o_ready.data_ptr() + i)
+        self._arrive(storage.total_read.data_ptr() + 1)
+        done = Int32(0)
+        for turn in cutlass.range(places.turns(work.shape), unroll=1):
+            place, _ = places.place(self.config, turn, work)
+            unscale = Float32(1.0 / 6.0)
+            if cutlass.const_expr(self.config.direct_p is None):
+                kv_pair = place.entry * work.shape.kv_heads + place.group
+                unscale = 1.0 / op.vector(v_scales)[kv_pair]
+            self._correct_item(
+                storage, base, thread, place, unscale, sink, results, work.shape, turn, done
+            )
+            done = done + place.count
+
+    @cute.jit
+    def _correct_item(
         self,
         storage: Any,
         base: cute.Pointer,
@@ -850,34 +888,35 @@ class AttentionForward:
         sink: cute.Pointer,
         results: Any,
         shape: Shape,
+        turn: Int32,
+        done: Int32,
     ) -> None:
         """L of every row in a register; O rescaled where the maximum rose, which most tiles of most rows do not do."""
         config = self.config
         totals = [Float32(0.0), Float32(0.0)]
-        for j in cutlass.range(place.count, unroll=1):
+        for j in cutlass.range(1, place.count, unroll=1):
+            t = done + j
             for i in cutlass.range_constexpr(QUERY_STAGES):
-                factor = Float32(1.0)
-                if j > 0:
-                    totals[i] = totals[i] + self._total(storage, base, thread, i, (j - 1) % 2)
+                totals[i] = totals[i] + self._total(storage, base, thread, i, op.parity(t - 1))
                 if cutlass.const_expr(config.direct_p is None):
-                    cute.arch.mbarrier_wait(storage.rise_full.data_ptr() + i, j % 2)
+                    cute.arch.mbarrier_wait(storage.rise_full.data_ptr() + i, op.parity(t))
                     rise = storage.rise.get_tensor(cute.make_layout(QUERY_STAGES * TILE_M))
                     factor = rise[i * TILE_M + thread]
-                    if j > 0:
-                        totals[i] = totals[i] * factor
-                        if cute.arch.vote_any_sync(factor != 1.0):
-                            self._rescale(base, thread, i, factor)
-                            op.fence_before_sync()
+                    totals[i] = totals[i] * factor
+                    if cute.arch.vote_any_sync(factor != 1.0):
+                        self._rescale(base, thread, i, factor)
+                        op.fence_before_sync()
                     self._arrive(storage.o_ready.data_ptr() + i)
         for i in cutlass.range_constexpr(QUERY_STAGES):
-            total = totals[i] + self._total(storage, base, thread, i, (place.count - 1) % 2)
-            cute.arch.mbarrier_wait(storage.top_full.data_ptr() + i, 0)
-            tops = storage.top.get_tensor(cute.make_layout(QUERY_STAGES * TILE_M))
-            top = tops[i * TILE_M + thread]
+            phase = op.parity(done + place.count - 1)
+            total = totals[i] + self._total(storage, base, thread, i, phase)
+            pair, parity = op.ring(turn, ITEM_BUFFERS)
+            result = pair * QUERY_STAGES + i
+            cute.arch.mbarrier_wait(storage.top_full.data_ptr() + result, parity)
+            top = self._per_row(storage.top)[result * TILE_M + thread]
             if cutlass.const_expr(config.exact_total):
-                exact = storage.total.get_tensor(cute.make_layout(QUERY_STAGES * TILE_M))
-                total = exact[i * TILE_M + thread]
-            self._finish(base, thread, i, place, top, total, unscale, sink, results, shape)
+                total = self._per_row(storage.total)[result * TILE_M + thread]
+            self._finish(storage, base, thread, i, place, top, total, unscale, sink, results, shape)
 
     @cute.jit
     def _total(
@@ -908,6 +947,7 @@ class AttentionForward:
     @cute.jit
     def _finish(
         self,
+        storage: Any,
         base: cute.Pointer,
         thread: Int32,
         i: cutlass.Constexpr,
@@ -919,7 +959,7 @@ class AttentionForward:
         results: Any,
         shape: Shape,
     ) -> None:
-        """O / L, LSE and (m, L) of one row."""
+        """O / L, LSE and (m, L) of one row; O is free as soon as it is in registers."""
         config = self.config
         out, lse, statistics = results
         # Products are 2^p_exponent too large for FP8 P; for Direct-P six times for each of P and V, so L is six times too large.
@@ -929,7 +969,7 @@ class AttentionForward:
         reference = softmax.finite(top)
         floor = 0 if config.direct_p is None else config.direct_p.floor
         if cutlass.const_expr(config.sink):
-            logit = vector(sink)[place.head] * (1 / LN2)
+            logit = op.vector(sink)[place.head] * (1 / LN2)
             mass = mass + cute.math.exp2(logit - reference - floor, fastmath=True)
         empty = mass == 0.0
         inverse = Float32(0.0) if empty else unscale * unit / mass
@@ -946,10 +986,12 @@ class AttentionForward:
                 for c in cutlass.range_constexpr(32):
                     rounded[c] = (values[c] * inverse).to(BFloat16)
                 cute.autovec_copy(rounded, target)
+        op.fence_before_sync()
+        self._arrive(storage.o_ready.data_ptr() + i)
         if row < shape.rows:
             at = (Int64(place.entry) * shape.heads + place.head) * shape.rows + row
             value = self._natural_log(mass, reference)
-            lse_out = vector(lse + at)
+            lse_out = op.vector(lse + at)
             lse_out[0] = -Float32.inf if empty else value
             if cutlass.const_expr(config.statistics):
                 plane = Int64(shape.batch) * shape.heads * shape.rows

@@ -7,7 +7,7 @@ Everything here is called inside a kernel. Addresses are 32-bit integers: shared
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 from cutlass._mlir.dialects import arith, llvm
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -294,8 +294,22 @@ def clamp(x: Int32, low: int, high: int) -> Int32:
 
 
 def matrix_at(base: int, address: Int32) -> Int64:
-    """A matrix descriptor of `descriptors.shared_descriptor` with its start address (bytes, multiple of 16)."""
-    return Int64(base) | Int64(address >> 4)
+    """A matrix descriptor of `descriptors.shared_descriptor` with its start address, in units of 16 bytes."""
+    # The upper word is a constant, and the lower a sum of which all parts but the address are.
+    low = Uint32(address) + (base & 0xFFFF_FFFF)
+    return Int64(base >> 32 << 32) | Int64(low)
+
+
+def ring(use: Int32, buffers: int) -> tuple[Int32, Int32]:
+    """(buffer, parity of its phase) that the `use`-th use of a ring has, counted from 0."""
+    # Without a sign, division by a power of two is a shift.
+    count = Uint32(use)
+    return Int32(count % buffers), Int32(count // buffers % 2)
+
+
+def parity(phase: Int32) -> Int32:
+    """Of the phase with that number, counted from 0."""
+    return phase & 1
 
 
 def with_scale_bytes(descriptor: int, a: int, b: int) -> int:
@@ -311,6 +325,11 @@ def scale_address(address: Int32, byte: int) -> Int32:
 def signed(word: int) -> int:
     """A 32-bit word as the integer that Int32 takes."""
     return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def vector(pointer: cute.Pointer) -> cute.Tensor:
+    """Elements that follow one another from `pointer` on."""
+    return cute.make_tensor(pointer, cute.make_layout(1 << 30))
 
 
 def tensor_columns(base: cute.Pointer, column: int, count: int) -> cute.Tensor:

@@ -12,7 +12,7 @@ from fp4mega.attention.policy import AttentionPolicy
 from fp4mega.attention.problem import AttentionProblem, SideInputs
 from fp4mega.attention.score_map import LOG2E
 from fp4mega.kernels.contract import Forward
-from fp4mega.kernels.cute import operands, publishing
+from fp4mega.kernels.cute import operands, publishing, schedule
 from fp4mega.kernels.cute.config import TILE_N, ForwardConfig
 from fp4mega.kernels.cute.operands import Published
 from fp4mega.kernels.cute.publishing import Launcher
@@ -21,7 +21,7 @@ from fp4mega.kernels.cute.support import forward_config
 
 @dataclass(slots=True)
 class ForwardCall:
-    """Arguments of one launch; `tensors`, `sizes` and `scale_log2` in the order of `AttentionForward.__call__`."""
+    """Arguments of one launch: `tensors` and `numbers`, in the order of `AttentionForward.__call__`."""
 
     call: Call
     config: ForwardConfig
@@ -32,6 +32,12 @@ class ForwardCall:
     out: Tensor
     lse: Tensor
     statistics: Tensor
+
+    def numbers(self, ctas: int) -> tuple[int | float, ...]:
+        """What follows the tensors, for a grid of at most `ctas` CTAs. Raises ValueError for fewer than one."""
+        if ctas < 1:
+            raise ValueError(f"ctas={ctas}: expected 1 or more")
+        return (*self.sizes, ctas, self.scale_log2)
 
     def finish(self) -> Forward:
         """After the launch: outputs in the caller's layout, and the reference's saved tensors."""
@@ -70,7 +76,8 @@ def prepare_forward(
     if dense.causal != "none":
         right = 0
     config = forward_config(problem, policy)
-    beside = _beside(call, lse)
+    band = schedule.Band(left if config.left else None, right if config.right else None)
+    beside = _beside(call, lse, band)
     parts = [(p.codes, p.scales, p.shared) for p in published]
     return ForwardCall(
         call=call,
@@ -111,16 +118,30 @@ def _publish(
     return [*published, publishing.publish_values(ops["v"], v, launch)]
 
 
-def _beside(call: Call, placeholder: Tensor) -> tuple[Any, ...]:
-    """Lengths of rows and keys, bits of hidden keys, and the sink; `placeholder` where the kernel is compiled without."""
-    mask, side = call.mask, call.side
-    lengths = (
+def _beside(call: Call, placeholder: Tensor, band: schedule.Band) -> tuple[Any, ...]:
+    """Lengths of rows and keys, the order of row blocks, bits of hidden keys, and the sink; `placeholder` where the kernel is compiled without."""
+    mask, side, dense = call.mask, call.side, call.problem
+    lengths_q, lengths_k = (
         placeholder if n is None else n.to(torch.int32) for n in (mask.lengths_q, mask.lengths_k)
     )
+    order = placeholder
+    if mask.lengths_q is not None:
+        order = schedule.packed_order(
+            lengths_q,
+            lengths_k,
+            dense.seqlen_q,
+            band,
+            bottom_right=dense.causal == "bottom_right",
+        )
     padding = side.key_padding_mask
     hidden = placeholder if padding is None else hidden_bits(padding, call.order(padding.device))
     sink = placeholder if side.sink is None else side.sink.to(torch.float32).contiguous()
-    return (*lengths, hidden, sink)
+    return (lengths_q, lengths_k, order, hidden, sink)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device: the CTAs of a persistent grid, one each."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def hidden_bits(padding: Tensor, order: Tensor | None) -> Tensor:

@@ -15,7 +15,6 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 from fp4mega.kernels.cute import instructions as op
 from fp4mega.kernels.cute import quantize
 from fp4mega.kernels.cute.config import SCALE_ATOM, TILE_N
-from fp4mega.kernels.cute.forward import vector
 
 THREADS = 128
 VECTOR = 16
@@ -150,15 +149,15 @@ class RowPublisher(RowKernel):
         blocks = self.dim // self.block
         shared = Float32(1.0)
         if cutlass.const_expr(self.nvfp4):
-            shared = quantize.nvfp4_global(vector(amax)[pair])
+            shared = quantize.nvfp4_global(op.vector(amax)[pair])
             if tile == 0 and thread == 0:
-                number = vector(shared_out)
+                number = op.vector(shared_out)
                 number[pair] = shared
         atom_columns = -(-blocks // 4)
         first_atom = (Int64(pair) * cute.ceil_div(rows, TILE_N) + tile) * (
             atom_columns * SCALE_ATOM
         )
-        tile_atoms = vector(atoms + first_atom)
+        tile_atoms = op.vector(atoms + first_atom)
         for i in cutlass.range(blocks, unroll=1):
             unit = i * THREADS + thread
             r, k = unit // blocks, unit % blocks
@@ -178,7 +177,7 @@ class RowPublisher(RowKernel):
                     packed, byte = quantize.mxfp4_rceil_block(values, largest)
                 at = (Int64(entry) * rows + row) * heads + head
                 self._store(codes + (at * (self.dim // 2) + k * (self.block // 2)), packed)
-                row_scales = vector(scale + at * blocks)
+                row_scales = op.vector(scale + at * blocks)
                 row_scales[k] = Uint8(byte)
             tile_atoms[k // 4 * SCALE_ATOM + r % 32 * 16 + r // 32 * 4 + k % 4] = Uint8(byte)
 
@@ -230,9 +229,9 @@ class ValuePublisher(RowKernel):
         """16 values a thread and step."""
         thread, _, _ = cute.arch.thread_idx()
         tile, head, entry, pair = self._place(rows, heads)
-        shared = quantize.e4m3_power_of_two(vector(amax)[pair])
+        shared = quantize.e4m3_power_of_two(op.vector(amax)[pair])
         if tile == 0 and thread == 0:
-            number = vector(shared_out)
+            number = op.vector(shared_out)
             number[pair] = shared
         units = self.dim // VECTOR
         for i in cutlass.range(units, unroll=2):
@@ -304,7 +303,7 @@ class TransposedValuePublisher(RowKernel):
                         Int64(entry) * strides[0] + Int64(key) * strides[1]
                         + Int64(head) * strides[2] + column
                     )  # fmt: skip
-                    bits = Int32(vector(source + at)[0]) << 16
+                    bits = Int32(op.vector(source + at)[0]) << 16
                 values.append(op.from_bits(bits))
             words, byte = quantize.mxfp4_amplitude_block(values, self._largest(values))
             scales = scales | (byte << (8 * block))
@@ -314,13 +313,13 @@ class TransposedValuePublisher(RowKernel):
                     pair_at = first // 2 + 4 * w + b
                     if pair_at < half_rows:
                         at = ((Int64(entry) * half_rows + pair_at) * heads + head) * self.dim
-                        saved = vector(codes + at)
+                        saved = op.vector(codes + at)
                         saved[column] = Uint8((words[w] >> (8 * b)) & 255)
             if first < rows:
                 at = ((Int64(entry) * blocks + first // 32) * heads + head) * self.dim
-                saved_scale = vector(scale + at)
+                saved_scale = op.vector(scale + at)
                 saved_scale[column] = Uint8(byte)
-        atom = vector(
+        atom = op.vector(
             cute.recast_ptr(
                 (atoms + (Int64(pair) * tiles + tile) * SCALE_ATOM).align(4), dtype=Int32
             )

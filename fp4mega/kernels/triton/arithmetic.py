@@ -142,9 +142,7 @@ def with_sign(magnitude, x):
 @triton.jit
 def e4m3_scale_value(code):
     """float32 of a non-negative E4M3 block scale (int32 code); 0x7F is NaN."""
-    value = tl.where(
-        code < 8, code.to(tl.float32) * 0.001953125, from_bits((code << 20) + (120 << 23))
-    )
+    value = from_bits(code << 20) * 1.329227995784916e36
     return tl.where(code == 0x7F, float("nan"), value)
 
 
@@ -188,7 +186,45 @@ def amplitude_byte(amax_bits):
 @triton.jit
 def rceil_byte(amax_bits):
     """E8M0 byte of 2^ceil(log2(amax / 6)) from the bits of amax; 0 for a zero block, 255 when amax is not finite."""
-    exponent = (amax_bits >> 23) - 129 + ((amax_bits & 0x7FFFFF) > 0x400000).to(tl.int32)
-    byte = tl.minimum(tl.maximum(exponent, -127), 127) + 127
-    byte = tl.where(amax_bits == 0, 0, byte)
+    # Up by one binade exactly when the mantissa is above 1.5 (6 / 4), then down by two; below 2^-126 the binade is 0 either way.
+    byte = tl.maximum(((amax_bits + 0x3FFFFF) >> 23) - 2, 0)
     return tl.where(amax_bits >= 0x7F800000, 255, byte)
+
+
+@triton.jit
+def sixth(x, largest):
+    """x / 6 correctly rounded, for x of at most `largest` and where that is below 2^-80 as well; elsewhere below 2^-100 nearly so.
+
+    By a reciprocal and one correction, exact as long as the remainder is no subnormal: the division that holds always takes four times as many.
+    """
+    if largest < 8.271806125530277e-25:
+        quotient = tl.math.div_rn(x, tl.full(x.shape, 6.0, tl.float32))
+    else:
+        rough = x * 0.16666667163372040
+        quotient = tl.fma(tl.fma(rough, -6.0, x), 0.16666667163372040, rough)
+    return quotient
+
+
+@triton.jit
+def e4m3_scale_code(scale):
+    """uint8 code of a non-negative E4M3 value or NaN: 2^-120 times it has the code as its leading float32 bits."""
+    code = bits_of(scale * 7.52316384526264e-37) >> 20
+    return tl.where(scale == scale, code, 0x7F).to(tl.uint8)
+
+
+@triton.jit
+def split_reciprocal(scale):
+    """1 / scale as a sum of two float32, good to 2^-43, and whether scale > 0; zeros where it is not, NaN included.
+
+    x / scale from it, `quotient`, then is on the same side of every midpoint of E2M1 as the exact quotient, or on it: x and the midpoints'
+    multiples of an E4M3 scale are float32 numbers, so a quotient that is no midpoint is farther from it than the rounding of a sum reaches.
+    """
+    usable = scale > 0
+    inverse = tl.where(usable, 1.0 / scale, 0.0)
+    return inverse, tl.fma(-inverse, scale, tl.full(scale.shape, 1.0, tl.float32)) * inverse, usable
+
+
+@triton.jit
+def quotient(x, inverse, rest):
+    """x / scale by the results of `split_reciprocal`."""
+    return tl.fma(x, inverse, x * rest)

@@ -138,12 +138,6 @@ class _Call:
     def represented(self) -> bool:
         return self.policy.backward == "represented"
 
-    def flags(self, like: Tensor) -> Tensor:
-        """`inexact` int32 [B, G]: a kv head some of whose MXFP4 values E4M3 does not hold."""
-        return torch.zeros(
-            (self.shape.batch, self.shape.kv_heads), dtype=torch.int32, device=like.device
-        )
-
     def enter_rows(self, x: Tensor) -> Tensor:
         return x if self.pack_q is None else self.pack_q.pad(x)
 
@@ -190,14 +184,14 @@ class _Call:
             "p_format": self.p_format,
         }
 
-    def publish_v(self, v: Tensor) -> "tuple[list[Tensor], Operand]":
+    def publish_v(self, v: Tensor, maxima: Tensor) -> "tuple[list[Tensor], Operand]":
         """The bytes of V that backward reads, and V as the forward multiplies it: E4M3 with P in E4M3, otherwise BF16."""
         from fp4mega.kernels.triton.forward import padded_operand
         from fp4mega.kernels.triton.publish import publish_v
         from fp4mega.kernels.triton.publish_values import publish_values
 
         if self.fp8_pv:
-            saved, across = publish_v(v, self.shape.hidden)
+            saved, across = publish_v(v, self.shape.hidden, maxima)
             return saved, padded_operand(across, saved[1])
         forward, saved_format = (
             self.policy.operands[name].format.removesuffix("_rceil")
@@ -235,15 +229,15 @@ def _forward(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
         kernels.attention_forward(*operands, shape, results, **arguments)
         largest: list[Tensor] = []
     else:
-        inexact = call.flags(q)
+        inexact, *maxima = publish.cleared((shape.batch, shape.kv_heads), q, k, v)
         nvfp4 = call.nvfp4
         q_saved, q_largest, q_operand, q_scale = publish.publish_fp4(
-            q, None, nvfp4=nvfp4, inexact=inexact
+            q, None, nvfp4=nvfp4, inexact=inexact, maxima=maxima[0]
         )
         k_saved, k_largest, k_operand, k_scale = publish.publish_fp4(
-            k, shape.hidden, nvfp4=nvfp4, inexact=inexact
+            k, shape.hidden, nvfp4=nvfp4, inexact=inexact, maxima=maxima[1]
         )
-        v_saved, v_factor = call.publish_v(v)
+        v_saved, v_factor = call.publish_v(v, maxima[2])
         scores = (
             kernels.padded_operand(q_operand, q_scale),
             kernels.padded_operand(k_operand, k_scale),
@@ -268,7 +262,7 @@ def _direct_p(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
     """The forward of a Direct-P policy; keys in the policy's order, sampled ones first."""
     from fp4mega.kernels.triton.direct_p import direct_p_forward, swapped_keys
     from fp4mega.kernels.triton.forward import padded_operand
-    from fp4mega.kernels.triton.publish import publish_fp4
+    from fp4mega.kernels.triton.publish import cleared, publish_fp4
     from fp4mega.kernels.triton.publish_values import publish_values
 
     shape, rule, dtype = call.shape, call.policy.direct_p, q.dtype
@@ -278,11 +272,13 @@ def _direct_p(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
         order = _sampled_first(shape.keys, rule.samples, q.device)
         k, v = k[:, order], v[:, order]
         shape = shape._replace(hidden=None if shape.hidden is None else shape.hidden[:, order])
-    inexact = call.flags(q)
-    q_saved, q_largest, q_operand, q_scale = publish_fp4(q, None, nvfp4=True, inexact=inexact)
+    inexact, *maxima = cleared((shape.batch, shape.kv_heads), q, k)
+    q_saved, q_largest, q_operand, q_scale = publish_fp4(
+        q, None, nvfp4=True, inexact=inexact, maxima=maxima[0]
+    )
     swapped = swapped_keys(rule)
     k_saved, k_largest, k_operand, k_scale = publish_fp4(
-        k, shape.hidden, nvfp4=True, inexact=inexact, swapped=swapped
+        k, shape.hidden, nvfp4=True, inexact=inexact, maxima=maxima[1], swapped=swapped
     )
     # Sums that stand far below their worth need V near 1: float32 ends where a small V begins.
     v_saved, v_operand, v_scale = publish_values(
@@ -342,8 +338,9 @@ def _backward(
     forward: Forward,
     inputs: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> Gradients:
-    from fp4mega.kernels.triton import backward as kernels
+    from fp4mega.kernels.triton import factors as parts
     from fp4mega.kernels.triton import publish
+    from fp4mega.kernels.triton.backward import attention_backward
     from fp4mega.kernels.triton.center import center
     from fp4mega.kernels.triton.forward import (
         GATE_EXACT,
@@ -373,26 +370,26 @@ def _backward(
         q, k, v = inputs
         assert q is not None and k is not None and v is not None  # noqa: PT018 - one invariant
         q, k, v = call.enter_rows(q), call.enter_keys(k), call.enter_keys(v)
-        terms = kernels.RowTerms(
-            *publish.row_terms(out, dout, dlse, lse, statistics, None, p_exponent)
+        terms = parts.RowTerms(
+            *publish.row_terms(dout, publish.Rows(out, dlse, lse, statistics, p_exponent))
         )
-        nothing = kernels.Across(None, None)
-        factors = kernels.Factors(
+        nothing = parts.Across(None, None)
+        factors = parts.Factors(
             call.bf16(v, is_key=True), call.bf16(dout), nothing, nothing, nothing, terms
         )
         scores = (call.bf16(q), call.bf16(k, is_key=True))
         if policy.backward == "centered":
             center(*scores, factors, dlse, shape, **widths)
-        kernels.attention_backward(*scores, factors, shape, gradients, **arguments)
+        attention_backward([(*scores, GATE_NONE)], factors, shape, gradients, **arguments)
     else:
         nvfp4 = call.nvfp4
         count = 3 if nvfp4 else 2
         q_saved, k_saved, v_saved = saved[:count], saved[count : 2 * count], saved[2 * count :]
-        do, do_across, do_power = publish.publish_dout(dout)
-        terms = kernels.RowTerms(
-            *publish.row_terms(out, dout, dlse, lse, statistics, do_power, p_exponent)
+        inexact, maxima = publish.cleared((shape.batch, shape.kv_heads), dout)
+        do, do_across, do_power, of_rows = publish.publish_dout(
+            dout, maxima, publish.Rows(out, dlse, lse, statistics, p_exponent)
         )
-        inexact = call.flags(dout)
+        terms = parts.RowTerms(*of_rows)
         expanded = [
             publish.expand_fp4(
                 bytes_,
@@ -410,7 +407,7 @@ def _backward(
             assert data is not None
             divisor = bytes_[2].view(shape.batch, -1) if nvfp4 else power
             operands.append(padded_operand(data, divisor))
-            across.append(kernels.Across(transposed, power))
+            across.append(parts.Across(transposed, power))
         if call.four_bit_v:
             # E4M3 does not hold MXFP4 values: dP in BF16, which holds them and those of E5M2.
             v_factor, do = (
@@ -420,26 +417,25 @@ def _backward(
         else:
             v_codes = strided_operand(v_saved[0].view(torch.float8_e4m3fn))
             v_factor = v_codes._replace(scale=v_saved[1])
-        factors = kernels.Factors(
+        factors = parts.Factors(
             v_factor,
             padded_operand(do, do_power),
             across[0],
             across[1],
-            kernels.Across(do_across, do_power),
+            parts.Across(do_across, do_power),
             terms,
         )
-        scored: list[tuple[tuple[Operand, Operand], int]] = [
-            ((operands[0], operands[1]), GATE_NONE if nvfp4 else GATE_EXACT)
+        scored: list[tuple[Operand, Operand, int]] = [
+            (operands[0], operands[1], GATE_NONE if nvfp4 else GATE_EXACT)
         ]
         if not nvfp4:
-            scored.append((_scores_in_bf16(call, saved, largest, inexact), GATE_INEXACT))
-        for (q_scores, k_scores), gate in scored:
-            gated: dict[str, Any] = {"gate": gate, "inexact": inexact}
-            if policy.backward == "centered":
-                center(q_scores, k_scores, factors, dlse, shape, **widths, **gated)
-            kernels.attention_backward(
-                q_scores, k_scores, factors, shape, gradients, **arguments, **gated
-            )
+            scored.append((*_scores_in_bf16(call, saved, largest, inexact), GATE_INEXACT))
+        if policy.backward == "centered":
+            for q_scores, k_scores, gate in scored:
+                center(
+                    q_scores, k_scores, factors, dlse, shape, **widths, gate=gate, inexact=inexact
+                )
+        attention_backward(scored, factors, shape, gradients, **arguments, inexact=inexact)
     dq, dk, dv = gradients
     dsink = (
         None

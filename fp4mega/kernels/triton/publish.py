@@ -9,10 +9,15 @@ whole tiles, and never saved:
   which they do raises its `inexact` flag and is computed from the same values in BF16 instead.
 - Q, K for gradients: E4M3 with a power of two a head, transposed. V: E4M3 transposed. dO: E5M2 in both orientations. Rows of transposed
   operands lie in the order that `in_operand_order` says.
+
+What is scaled by a head's maximum has to be read twice. One launch does both: a program takes the maximum of its rows some heads further
+on, then publishes its rows of a head whose maximum is known, and which is still in the cache.
 """
 
 # A kernel's arguments have Triton's own types.
 # mypy: allow-untyped-defs
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,27 +26,41 @@ from torch import Tensor
 
 from fp4mega.kernels.triton.arithmetic import (
     bits_of,
-    code_of,
-    e2m1_code,
-    e2m1_value,
+    e4m3_scale_code,
     e4m3_scale_value,
     e8m0_value,
-    fp8_code,
     from_bits,
     nvfp4_global,
     power_of_two_scale,
+    quotient,
     rceil_byte,
     round_magnitude,
-    sign_for,
+    sixth,
+    split_reciprocal,
     with_sign,
 )
-from fp4mega.kernels.triton.tiles import in_operand_order, swap_pairs
+from fp4mega.kernels.triton.packing import (
+    fp8_magnitude,
+    fp8_tops,
+    nibble_pairs,
+    nibble_words,
+    nibbles_of_bytes,
+    nibbles_of_words,
+    rows_by_word,
+    words_along_columns,
+    words_along_rows,
+)
+from fp4mega.kernels.triton.tiles import swap_pairs
 
-# The three kernels below that cast to FP8 do not specialize on `rows`: with rows = 1 known, the zeros of the rows beyond are known too, and
-# ptxas 12.8 packs two equal FP8 pairs into one register wrongly.
+# Publishers do not specialize on `rows`: with rows = 1 known, the zeros of the rows beyond are known too, and
+# ptxas 12.8 packs two equal FP8 pairs of a cast into one register wrongly.
 
 TILE = 128
 """Operands are padded to a multiple of this many rows."""
+
+
+AHEAD_BYTES = 8 << 20
+"""Bytes of a tensor whose maxima publishers take before the first of them is needed: what a GPU's cache keeps beside everything else."""
 
 
 def padded_rows(rows: int) -> int:
@@ -56,15 +75,18 @@ def padded_dim(dim: int) -> int:
 
 @triton.jit
 def load_rows(
-    x_ptr, hidden_ptr, b, h, rows_at, cols, rows, dim, sxb, sxr, sxh, sxd, HIDDEN: tl.constexpr
-):
-    """float32 [rows, cols] of one head, zeros outside and where a row is hidden."""
+    x_ptr, hidden_ptr, b, h, rows_at, cols, rows, dim, sxb, sxr, sxh, sxd,
+    HIDDEN: tl.constexpr, WHOLE: tl.constexpr = False,
+):  # fmt: skip
+    """float32 [rows, cols] of one head, zeros outside and where a row is hidden; WHOLE: there is nothing outside, and no row is hidden."""
+    base = x_ptr + b.to(tl.int64) * sxb + h.to(tl.int64) * sxh
+    pointers = base + (rows_at.to(tl.int64)[:, None] * sxr + cols[None, :] * sxd)
+    if WHOLE:
+        return tl.load(pointers).to(tl.float32)
     live = rows_at < rows
     if HIDDEN:
         hidden = tl.load(hidden_ptr + b.to(tl.int64) * rows + rows_at, mask=live, other=1)
         live = live & (hidden == 0)
-    base = x_ptr + b.to(tl.int64) * sxb + h.to(tl.int64) * sxh
-    pointers = base + rows_at.to(tl.int64)[:, None] * sxr + cols[None, :] * sxd
     return tl.load(pointers, mask=live[:, None] & (cols < dim)[None, :], other=0.0).to(tl.float32)
 
 
@@ -79,94 +101,96 @@ def _amax_kernel(
     b, h = bh // heads, bh % heads
     rows_at, cols = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     x = load_rows(x_ptr, hidden_ptr, b, h, rows_at, cols, rows, dim, sxb, sxr, sxh, sxd, HIDDEN)
-    largest = tl.max(tl.max(bits_of(x) & 0x7FFFFFFF, axis=1), axis=0)
-    tl.atomic_max(amax_ptr + bh, largest, sem="relaxed")
+    tl.atomic_max(amax_ptr + bh, tl.max(bits_of(x) & 0x7FFFFFFF), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _publish_fp4_kernel(
-    x_ptr, hidden_ptr, amax_ptr, codes_ptr, scale_ptr, global_ptr, largest_ptr, operand_ptr, inexact_ptr,
-    sxb, sxr, sxh, sxd, rows, rows_padded, heads, per_group, dim,
-    NVFP4: tl.constexpr, HIDDEN: tl.constexpr, SWAPPED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+@triton.jit
+def _note_maximum(
+    x_ptr, hidden_ptr, maxima_at, bh, rows_at, cols, rows, heads, dim, sxb, sxr, sxh, sxd,
+    HIDDEN: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Codes, block scales, FP32 number, largest represented magnitude (times the FP32 number) and scores operand of one tile.
-
-    SWAPPED: rows of the operand, not of the bytes, are at `swap_pairs` of their place.
-    """
-    BLOCK: tl.constexpr = 16 if NVFP4 else 32
-    pid = tl.program_id(0)
-    tiles = rows_padded // BLOCK_R
-    tile, bh = pid % tiles, pid // tiles
+    """The largest magnitude of PARTS tiles, the first at `rows_at`, as int32 bits under a sign bit that says it is there."""
+    ROWS: tl.constexpr = rows_at.shape[0]
+    # As many as a thread loads at once.
+    WIDE: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     b, h = bh // heads, bh % heads
-    rows_at, cols = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
-    x = load_rows(x_ptr, hidden_ptr, b, h, rows_at, cols, rows, dim, sxb, sxr, sxh, sxd, HIDDEN)
-    amax_bits = tl.load(amax_ptr + bh)
-    amax = from_bits(amax_bits)
-    blocks = tl.reshape(x, [BLOCK_R, BLOCK_D // BLOCK, BLOCK])
-    block_bits = tl.max(bits_of(blocks) & 0x7FFFFFFF, axis=2)
+    largest = tl.zeros([ROWS, cols.shape[0] // WIDE], tl.int32)
+    for part in tl.static_range(PARTS):
+        x = load_rows(
+            x_ptr, hidden_ptr, b, h, rows_at + part * ROWS, cols, rows, dim, sxb, sxr, sxh, sxd, HIDDEN, WHOLE
+        )  # fmt: skip
+        few = tl.reshape(bits_of(x) & 0x7FFFFFFF, [ROWS, cols.shape[0] // WIDE, WIDE])
+        largest = tl.maximum(largest, tl.max(few, axis=2))
+    tl.store(maxima_at, tl.max(largest) | -2147483648)
+
+
+@triton.jit
+def _noted_maxima(maxima_at, first, tiles):
+    """What `_note_maximum` has stored by now for 256 of a head's tiles: negative where it has, zeros of a head without them included."""
+    at = first + tl.arange(0, 256)
+    return tl.load(maxima_at + at, mask=at < tiles, other=-2147483648, volatile=True)
+
+
+@triton.jit
+def _wait_for_maximum(noted, maxima_at, tiles):
+    """int32 bits of the largest magnitude of a head's tiles, once every one of them has been noted; `noted` is a first look at them.
+
+    A word says by itself that it is there, so nothing has to be ordered. Those who note it have lower numbers than those who wait, and
+    programs start in the order of their numbers.
+    """
+    while tl.max(noted, axis=0) >= 0:
+        noted = _noted_maxima(maxima_at, 0, tiles)
+    largest = tl.max(noted & 0x7FFFFFFF, axis=0)
+    for first in range(256, tiles, 256):
+        noted = _noted_maxima(maxima_at, first, tiles)
+        while tl.max(noted, axis=0) >= 0:
+            noted = _noted_maxima(maxima_at, first, tiles)
+        largest = tl.maximum(largest, tl.max(noted & 0x7FFFFFFF, axis=0))
+    return largest
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["codes_ptr"])
+def _publish_fp4_kernel(
+    x_ptr, hidden_ptr, maxima_ptr, codes_ptr, scale_ptr, global_ptr, largest_ptr, operand_ptr, inexact_ptr,
+    sxb, sxr, sxh, sxd, rows, rows_padded, heads, per_group, dim, total, ahead,
+    NVFP4: tl.constexpr, HIDDEN: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Codes, block scales, FP32 number, largest represented magnitude (times the FP32 number) and scores operand of PARTS tiles, and the
+    maximum of the same rows `ahead` heads further on; `total` heads in all.
+
+    SWAPPED: rows of the operand, not of the bytes, are at `swap_pairs` of their place. The alignment of `codes_ptr` is kept from the
+    compiler so that a thread stores the word that it has made.
+    """
+    pid, tiles = tl.program_id(0), rows_padded // (PARTS * BLOCK_R)
+    tile, next_bh = pid % tiles, pid // tiles
+    bh = tl.maximum(next_bh - ahead, 0)
+    b, h = bh // heads, bh % heads
+    first_row = tile * (PARTS * BLOCK_R)
+    rows_at, cols = first_row + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    if PARTS == 1:
+        early = load_rows(
+            x_ptr, hidden_ptr, b, h, rows_at, cols, rows, dim, sxb, sxr, sxh, sxd, HIDDEN, WHOLE
+        )
+    maxima_at = maxima_ptr + bh * tiles
+    noted = _noted_maxima(maxima_at, 0, tiles)
+    if next_bh < total:
+        _note_maximum(
+            x_ptr, hidden_ptr, maxima_ptr + pid, next_bh, rows_at, cols, rows, heads, dim, sxb, sxr, sxh, sxd,
+            HIDDEN, WHOLE, PARTS,
+        )  # fmt: skip
+    if next_bh < ahead:
+        return
+    amax_bits = _wait_for_maximum(noted, maxima_at, tiles)
+    amax, finite = from_bits(amax_bits), amax_bits < 0x7F800000
     if NVFP4:
         shared = nvfp4_global(amax)
-        target = tl.minimum(
-            tl.math.div_rn(from_bits(block_bits), tl.full(block_bits.shape, 6.0, tl.float32))
-            * shared,
-            448.0,
-        )
-        block_scale = round_magnitude(tl.where(shared == shared, target, float("nan")), 3, 7)
-        scale_code = code_of(block_scale, 0, 3, 7, 0x7F)
-        # A correctly rounded quotient from a correctly rounded reciprocal of the block's scale (Markstein), without a division an element.
-        zero = block_scale == 0
-        divisor = tl.where(zero, 1.0, block_scale)
-        inverse = tl.math.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
-        divisor = tl.broadcast_to(tl.expand_dims(divisor, 2), blocks.shape)
-        inverse = tl.broadcast_to(tl.expand_dims(inverse, 2), blocks.shape)
-        dividend = blocks * shared
-        quotient = dividend * inverse
-        scaled = tl.fma(tl.fma(-quotient, divisor, dividend), inverse, quotient)
-        # The sum loses the sign of a zero; a block of scale 0 has none.
-        signed = tl.where(tl.expand_dims(zero, 2), 0.0, dividend)
-    else:
-        byte = rceil_byte(block_bits)
-        scale_code = byte.to(tl.uint8)
-        block_scale = e8m0_value(byte)
-        inverse = from_bits(tl.where(byte == 255, 0x7FC00000, (254 - byte) << 23))
-        scaled = blocks * tl.broadcast_to(tl.expand_dims(inverse, 2), blocks.shape)
-        signed = scaled
-    # NaN becomes 6 here, whose code is also NaN's; the block's scale keeps it NaN.
-    magnitude = round_magnitude(tl.minimum(tl.abs(scaled), 6.0), 1, 1)
-    code = (e2m1_code(magnitude) | sign_for(signed, 4)).to(tl.uint8)
-    value = with_sign(magnitude, signed) * tl.expand_dims(block_scale, 2)
-    value = tl.reshape(value, [BLOCK_R, BLOCK_D])
-
-    low, high = tl.split(tl.reshape(code, [BLOCK_R, BLOCK_D // 2, 2]))
-    pairs, pair_at = (dim + 1) // 2, tl.arange(0, BLOCK_D // 2)
-    row_index = (b.to(tl.int64) * rows + rows_at) * heads + h
-    inside = (rows_at < rows)[:, None]
-    tl.store(
-        codes_ptr + row_index[:, None] * pairs + pair_at[None, :],
-        low | (high << 4),
-        mask=inside & (pair_at < pairs)[None, :],
-    )
-    count, block_at = (dim + BLOCK - 1) // BLOCK, tl.arange(0, BLOCK_D // BLOCK)
-    tl.store(
-        scale_ptr + row_index[:, None] * count + block_at[None, :],
-        scale_code,
-        mask=inside & (block_at < count)[None, :],
-    )
-
-    finite = amax_bits < 0x7F800000
-    slots = swap_pairs(rows_at) if SWAPPED else rows_at
-    at = operand_ptr + (bh.to(tl.int64) * rows_padded + slots)[:, None] * BLOCK_D + cols[None, :]
-    if NVFP4:
         # The largest value of a head is 6 in a block of scale 448, except where the FP32 number had to be kept finite.
         largest = bits_of(tl.where(amax_bits == 0, 0.0, amax * 0.0 + 2688.0))
-        if shared >= 3.4028234663852886e38:
-            tile_largest = tl.max(tl.max(bits_of(value) & 0x7FFFFFFF, axis=1), axis=0)
-            tl.atomic_max(largest_ptr + bh, tile_largest, sem="relaxed")
-        elif tile == 0:
-            tl.store(largest_ptr + bh, tl.where(finite, largest, 0x7FC00000))
         if tile == 0:
             tl.store(global_ptr + bh, shared)
-        tl.store(at, value.to(tl.bfloat16))
+            if not (shared >= 3.4028234663852886e38):
+                tl.store(largest_ptr + bh, tl.where(finite, largest, 0x7FC00000))
     else:
         # That of a head's largest value: rceil never rounds another above it.
         head_scale = e8m0_value(rceil_byte(amax_bits))
@@ -174,31 +198,140 @@ def _publish_fp4_kernel(
             tl.where(amax_bits == 0, 0.0, tl.math.div_rn(amax, head_scale)), 1, 1
         )
         head_largest = tl.where(amax_bits == 0, 0.0, rounded * head_scale)
-        power = power_of_two_scale(head_largest, 8, 7)
+        shared = power_of_two_scale(head_largest, 8, 7)
         if tile == 0:
             tl.store(largest_ptr + bh, tl.where(finite, bits_of(head_largest), 0x7FC00000))
-            tl.store(global_ptr + bh, tl.where(finite, power, 1.0))
-        _store_e4m3(value * power, at, inexact_ptr + bh // per_group)
+            tl.store(global_ptr + bh, tl.where(finite, shared, 1.0))
+    if PARTS == 1:
+        _publish_fp4_tile(
+            early, amax, shared, codes_ptr, scale_ptr, largest_ptr, operand_ptr, inexact_ptr,
+            b, h, bh, first_row, cols, rows, rows_padded, heads, per_group, dim, NVFP4, WHOLE, SWAPPED,
+        )  # fmt: skip
+    else:
+        for part in tl.range(0, PARTS, num_stages=1):
+            place = first_row + part * BLOCK_R
+            x = load_rows(
+                x_ptr,
+                hidden_ptr,
+                b,
+                h,
+                rows_at + part * BLOCK_R,
+                cols,
+                rows,
+                dim,
+                sxb,
+                sxr,
+                sxh,
+                sxd,
+                HIDDEN,
+                WHOLE,
+            )
+            _publish_fp4_tile(
+                x, amax, shared, codes_ptr, scale_ptr, largest_ptr, operand_ptr, inexact_ptr,
+                b, h, bh, place, cols, rows, rows_padded, heads, per_group, dim, NVFP4, WHOLE, SWAPPED,
+            )  # fmt: skip
 
 
 @triton.jit
-def _store_e4m3(value, at, inexact_at):
-    """Store E4M3 codes of values within its range; raise the flag when one is no multiple of the smallest code (NaN never is)."""
-    tl.store(at, value.to(tl.float8e4nv).to(tl.uint8, bitcast=True))
-    steps = value * 512.0
-    wrong = (steps + 12582912.0) - 12582912.0 != steps
-    if tl.max(tl.max(wrong.to(tl.int32), axis=1), axis=0) != 0:
-        tl.atomic_or(inexact_at, 1, sem="relaxed")
+def _publish_fp4_tile(
+    x, amax, shared, codes_ptr, scale_ptr, largest_ptr, operand_ptr, inexact_ptr,
+    b, h, bh, first_row, cols, rows, rows_padded, heads, per_group, dim,
+    NVFP4: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr,
+):  # fmt: skip
+    """What belongs to the tile x of rows from `first_row` on; `shared` is NVFP4's FP32 number or, for MXFP4, the power of two of the scores operand."""
+    BLOCK: tl.constexpr = 16 if NVFP4 else 32
+    BLOCK_R: tl.constexpr = x.shape[0]
+    BLOCK_D: tl.constexpr = x.shape[1]
+    blocks = tl.reshape(x, [BLOCK_R, BLOCK_D // BLOCK, BLOCK])
+    if NVFP4:
+        # What is not finite makes NaN of the whole head, by its maximum.
+        target = sixth(tl.max(tl.abs(blocks), axis=2), amax) * shared
+        unit = round_magnitude(tl.minimum(target, 448.0), 3, 7) + shared * 0.0
+        scale_code = e4m3_scale_code(unit)
+        inverse, rest, signed = split_reciprocal(unit)
+        scaled = quotient(
+            blocks * shared,
+            tl.broadcast_to(tl.expand_dims(inverse, 2), blocks.shape),
+            tl.expand_dims(rest, 2),
+        )
+    else:
+        byte = rceil_byte(tl.max(bits_of(blocks) & 0x7FFFFFFF, axis=2))
+        scale_code = byte.to(tl.uint8)
+        signed = byte != 255
+        inverse = from_bits(tl.where(signed, (254 - byte) << 23, 0x7FC00000))
+        scaled = blocks * tl.expand_dims(inverse, 2)
+        unit = e8m0_value(byte) * shared
+    # NaN becomes 6 here, whose code is also NaN's; the block's scale keeps it NaN. A block of scale 0, or NaN, has no signs.
+    magnitude = round_magnitude(tl.minimum(tl.abs(scaled), 6.0), 1, 1)
+    signs = tl.expand_dims(tl.where(signed, -2147483648, 0), 2)
+    element = from_bits(bits_of(magnitude) | (bits_of(blocks) & signs))
+    value = tl.reshape(element * tl.expand_dims(unit, 2), [BLOCK_R, BLOCK_D])
+
+    pairs = nibble_pairs(tl.reshape(element, [BLOCK_R, BLOCK_D]))
+    # One 64-bit offset a tile; within it 32 bits are enough.
+    at, block_at = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D // BLOCK)
+    row_index = (b.to(tl.int64) * rows + first_row) * heads + h
+    if WHOLE:
+        words = codes_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + row_index * (BLOCK_D // 8)
+        word_at = at[:, None] * (heads * (BLOCK_D // 8)) + tl.arange(0, BLOCK_D // 8)[None, :]
+        tl.store(words + word_at, nibble_words(pairs))
+        place = at[:, None] * (heads * (BLOCK_D // BLOCK)) + block_at[None, :]
+        tl.store(scale_ptr + row_index * (BLOCK_D // BLOCK) + place, scale_code)
+    else:
+        inside = (first_row + at < rows)[:, None]
+        count, pair_at = (dim + 1) // 2, tl.arange(0, BLOCK_D // 2)
+        place = at[:, None] * (heads * count) + pair_at[None, :]
+        tl.store(
+            codes_ptr + row_index * count + place,
+            (pairs >> 18).to(tl.uint8),
+            mask=inside & (pair_at < count)[None, :],
+        )
+        count = (dim + BLOCK - 1) // BLOCK
+        place = at[:, None] * (heads * count) + block_at[None, :]
+        tl.store(
+            scale_ptr + row_index * count + place,
+            scale_code,
+            mask=inside & (block_at < count)[None, :],
+        )
+
+    if SWAPPED:
+        # Tiles of whole groups of 32 rows.
+        tl.static_assert(BLOCK_R % 32 == 0)
+        at = swap_pairs(at)
+    operand_at = operand_ptr + (bh.to(tl.int64) * rows_padded + first_row) * BLOCK_D
+    operand_at = operand_at + (at[:, None] * BLOCK_D + cols[None, :])
+    if NVFP4:
+        if shared >= 3.4028234663852886e38:
+            tl.atomic_max(largest_ptr + bh, tl.max(bits_of(value) & 0x7FFFFFFF), sem="relaxed")
+        tl.store(operand_at, value.to(tl.bfloat16))
+    else:
+        tl.store(operand_at, value.to(tl.float8e4nv).to(tl.uint8, bitcast=True))
+        _flag_inexact(value, unit, inexact_ptr + bh // per_group)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _flag_inexact(value, unit, inexact_at):
+    """Raise the flag when E4M3 does not hold one of these values, which are within its range: one that is no multiple of the smallest
+    code, as NaN never is. Values are multiples of half of `unit`, so most tiles need no look at them.
+    """
+    if tl.min((unit >= 0.00390625).to(tl.int32)) == 0:
+        steps = value * 512.0
+        wrong = (steps + 12582912.0) - 12582912.0 != steps
+        if tl.max(wrong.to(tl.int32)) != 0:
+            tl.atomic_or(inexact_at, 1, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["codes_ptr"])
 def _expand_fp4_kernel(
     codes_ptr, scale_ptr, global_ptr, largest_ptr, operand_ptr, gradient_ptr, power_ptr, inexact_ptr,
     rows, rows_padded, heads, per_group, dim,
-    NVFP4: tl.constexpr, SCORES: tl.constexpr, GRADIENT: tl.constexpr, GATED: tl.constexpr,
+    NVFP4: tl.constexpr, SCORES: tl.constexpr, GRADIENT: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Operands from saved bytes. SCORES: `bf16`, `e4m3` or `none`; GRADIENT: also the transposed E4M3 one; GATED: only flagged heads."""
+    """Operands from saved bytes. SCORES: `bf16`, `e4m3` or `none`; GRADIENT: also the transposed E4M3 one; GATED: only flagged heads.
+
+    WHOLE, and the alignment of `codes_ptr`: as in `_publish_fp4_kernel`.
+    """
     BLOCK: tl.constexpr = 16 if NVFP4 else 32
     pid = tl.program_id(0)
     tiles = rows_padded // BLOCK_R
@@ -207,28 +340,35 @@ def _expand_fp4_kernel(
         if tl.load(inexact_ptr + bh // per_group) == 0:
             return
     b, h = bh // heads, bh % heads
-    rows_at = tile * BLOCK_R + tl.arange(0, BLOCK_R)
-    pairs, pair_at = (dim + 1) // 2, tl.arange(0, BLOCK_D // 2)
+    rows_at, cols = tile * BLOCK_R + rows_by_word(BLOCK_R), tl.arange(0, BLOCK_D)
     row_index = (b.to(tl.int64) * rows + rows_at) * heads + h
-    inside = (rows_at < rows)[:, None]
-    packed = tl.load(
-        codes_ptr + row_index[:, None] * pairs + pair_at[None, :],
-        mask=inside & (pair_at < pairs)[None, :],
-        other=0,
-    ).to(tl.int32)
-    elements = tl.reshape(
-        tl.join(e2m1_value(packed & 15), e2m1_value(packed >> 4)),
-        [BLOCK_R, BLOCK_D // BLOCK, BLOCK],
-    )
-    count, block_at = (dim + BLOCK - 1) // BLOCK, tl.arange(0, BLOCK_D // BLOCK)
-    scale_code = tl.load(
-        scale_ptr + row_index[:, None] * count + block_at[None, :],
-        mask=inside & (block_at < count)[None, :],
-        other=0,
-    ).to(tl.int32)
+    block_at = tl.arange(0, BLOCK_D // BLOCK)
+    if WHOLE:
+        codes_at = codes_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
+        word_at = row_index[:, None] * (BLOCK_D // 8) + tl.arange(0, BLOCK_D // 8)[None, :]
+        elements = nibbles_of_words(tl.load(codes_at + word_at))
+        scale_code = tl.load(
+            scale_ptr + row_index[:, None] * (BLOCK_D // BLOCK) + block_at[None, :]
+        )
+    else:
+        inside = (rows_at < rows)[:, None]
+        count, pair_at = (dim + 1) // 2, tl.arange(0, BLOCK_D // 2)
+        packed = tl.load(
+            codes_ptr + row_index[:, None] * count + pair_at[None, :],
+            mask=inside & (pair_at < count)[None, :],
+            other=0,
+        )
+        elements = nibbles_of_bytes(packed)
+        count = (dim + BLOCK - 1) // BLOCK
+        scale_code = tl.load(
+            scale_ptr + row_index[:, None] * count + block_at[None, :],
+            mask=inside & (block_at < count)[None, :],
+            other=0,
+        )
+    scale_code = scale_code.to(tl.int32)
     scale = e4m3_scale_value(scale_code) if NVFP4 else e8m0_value(scale_code)
+    elements = tl.reshape(elements * 8.507059173023462e37, [BLOCK_R, BLOCK_D // BLOCK, BLOCK])
     value = tl.reshape(elements * tl.expand_dims(scale, 2), [BLOCK_R, BLOCK_D])
-    cols = tl.arange(0, BLOCK_D)
     at = operand_ptr + (bh.to(tl.int64) * rows_padded + rows_at)[:, None] * BLOCK_D + cols[None, :]
     if SCORES == "bf16":
         tl.store(at, value.to(tl.bfloat16))
@@ -241,96 +381,142 @@ def _expand_fp4_kernel(
         power = power_of_two_scale(largest, 8, 7)
         if tile == 0:
             tl.store(power_ptr + bh, power)
+        if NVFP4:
+            # Correctly rounded: values lie on ties of E4M3, which a rounding before must not move.
+            inverse = tl.math.div_rn(1.0, divisor)
+            rough = value * inverse
+            remainder = tl.fma(-rough, tl.zeros_like(value) + divisor, value)
+            value = tl.fma(remainder, tl.zeros_like(value) + inverse, rough)
+        _store_fp8(
+            value, power, operand_ptr, bh.to(tl.int64) * rows_padded * BLOCK_D, BLOCK_D, rows_padded, BLOCK_D,
+            gradient_ptr, bh, tile, rows_at, rows_padded,
+            SCORES == "e4m3", GRADIENT, True, 3, 7, BLOCK_R, BLOCK_D,
+        )  # fmt: skip
         if SCORES == "e4m3":
-            finite = power == power
-            _store_e4m3(value * tl.where(finite, power, 1.0), at, inexact_ptr + bh // per_group)
-        if GRADIENT:
-            if NVFP4:
-                # Correctly rounded as above: values lie on ties of E4M3, which a rounding before must not move.
-                inverse = tl.math.div_rn(1.0, divisor)
-                quotient = value * inverse
-                remainder = tl.fma(-quotient, tl.zeros_like(value) + divisor, value)
-                value = tl.fma(remainder, tl.zeros_like(value) + inverse, quotient)
-            code = fp8_code(value, power, 3, 7).to(tl.uint8)
-            across = (
-                gradient_ptr
-                + (bh.to(tl.int64) * BLOCK_D + cols)[:, None] * rows_padded
-                + rows_at[None, :]
+            _flag_inexact(value * power, scale * power, inexact_ptr + bh // per_group)
+
+
+@triton.jit
+def _store_fp8(
+    x, power, straight_ptr, straight_at, stride, straight_rows, straight_cols, across_ptr, bh, tile, rows_at, rows_padded,
+    STRAIGHT: tl.constexpr, ACROSS: tl.constexpr, WHOLE: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """FP8 codes of x times a power of two, which is NaN for a head that is: all of its codes are. Straight and transposed.
+
+    Rows of x are those of `rows_by_word`. WHOLE: rows of the straight ones are whole words and all there.
+    """
+    finite = power == power
+    by_row = tl.zeros([BLOCK_R, BLOCK_D // 4], tl.uint32)
+    by_column = tl.zeros([BLOCK_R // 4, BLOCK_D], tl.uint32)
+    tops = tl.zeros([BLOCK_R, BLOCK_D], tl.uint32)
+    # Once around. What leaves a `while` is not computed a second time for a second layout, as triton does with all else that two stores want.
+    again = True
+    while again:
+        magnitude = fp8_magnitude(x, tl.where(finite, power, 1.0), MANTISSA, BIAS)
+        tops = fp8_tops(magnitude, x, MANTISSA, BIAS)
+        by_row = words_along_columns(tops)
+        by_column = words_along_rows(tops)
+        again = False
+    keep = tl.where(finite, -1, 0).to(tl.uint32, bitcast=True)
+    fill = tl.where(finite, 0, 0x7F7F7F7F).to(tl.uint32)
+    if STRAIGHT:
+        if WHOLE:
+            at = (straight_ptr + straight_at).to(tl.pointer_type(tl.uint32), bitcast=True)
+            at = at + rows_at.to(tl.int64)[:, None] * (stride // 4)
+            tl.store(at + tl.arange(0, BLOCK_D // 4)[None, :], (by_row & keep) | fill)
+        else:
+            cols = tl.arange(0, BLOCK_D)
+            at = straight_ptr + straight_at + rows_at.to(tl.int64)[:, None] * stride
+            tl.store(
+                at + cols[None, :],
+                (((tops >> 24) & keep) | (fill & 0xFF)).to(tl.uint8),
+                mask=(rows_at < straight_rows)[:, None] & (cols < straight_cols)[None, :],
             )
-            tl.store(across, in_operand_order(tl.trans(code), BLOCK_D, BLOCK_R))
+    if ACROSS:
+        line = bh.to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+        word_at = tile * (BLOCK_R // 4) + tl.arange(0, BLOCK_R // 4)
+        at = across_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
+        at = at + line[:, None] * (rows_padded // 4) + word_at[None, :]
+        tl.store(at, tl.trans((by_column & keep) | fill))
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _publish_fp8_kernel(
-    x_ptr, hidden_ptr, amax_ptr, codes_ptr, across_ptr, power_ptr,
-    sxb, sxr, sxh, sxd, scb, scr, sch, rows, rows_padded, codes_rows, codes_cols, heads, dim,
+    x_ptr, hidden_ptr, maxima_ptr, codes_ptr, across_ptr, power_ptr,
+    out_ptr, dlse_ptr, lse_ptr, statistics_ptr, shift_ptr, inverse_ptr, r_ptr,
+    sxb, sxr, sxh, sxd, scb, scr, sch, rows, rows_padded, codes_rows, codes_cols, heads, dim, total, ahead,
     EMAX: tl.constexpr, BIAS: tl.constexpr,
-    HIDDEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    TERMS: tl.constexpr, REPRESENTED: tl.constexpr, DLSE: tl.constexpr, P_EXPONENT: tl.constexpr,
+    HIDDEN: tl.constexpr, WHOLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """FP8 codes with a power of two a head: [rows, dim] into `codes` (any strides) and transposed into the operand `across`."""
-    pid = tl.program_id(0)
-    tiles = rows_padded // BLOCK_R
-    tile, bh = pid % tiles, pid // tiles
+    """FP8 codes with a power of two a head: [rows, dim] into `codes` (any strides) and transposed into the operand `across`; and the
+    maximum of the same tile `ahead` heads further on. TERMS: x is dO, and the row terms of the published one are stored as well.
+    """
+    pid, tiles = tl.program_id(0), rows_padded // BLOCK_R
+    tile, next_bh = pid % tiles, pid // tiles
+    bh = tl.maximum(next_bh - ahead, 0)
     b, h = bh // heads, bh % heads
-    rows_at, cols = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
-    x = load_rows(x_ptr, hidden_ptr, b, h, rows_at, cols, rows, dim, sxb, sxr, sxh, sxd, HIDDEN)
-    power = power_of_two_scale(from_bits(tl.load(amax_ptr + bh)), EMAX, BIAS)
+    rows_at, cols = tile * BLOCK_R + rows_by_word(BLOCK_R), tl.arange(0, BLOCK_D)
+    x = load_rows(
+        x_ptr, hidden_ptr, b, h, rows_at, cols, rows, dim, sxb, sxr, sxh, sxd, HIDDEN, WHOLE
+    )
+    if TERMS:
+        out = _load_out(out_ptr, b, h, rows_at, cols, rows, heads, dim, WHOLE, BLOCK_D)
+    maxima_at = maxima_ptr + bh * tiles
+    noted = _noted_maxima(maxima_at, 0, tiles)
+    if next_bh < total:
+        _note_maximum(
+            x_ptr, hidden_ptr, maxima_ptr + pid, next_bh, rows_at, cols, rows, heads, dim, sxb, sxr, sxh, sxd,
+            HIDDEN, WHOLE, 1,
+        )  # fmt: skip
+    if next_bh < ahead:
+        return
+    amax = from_bits(_wait_for_maximum(noted, maxima_at, tiles))
+    power = power_of_two_scale(amax, EMAX, BIAS)
     if tile == 0:
         tl.store(power_ptr + bh, power)
-    code = fp8_code(x, power, 3 if EMAX == 8 else 2, BIAS).to(tl.uint8)
-    at = (
-        codes_ptr
-        + b.to(tl.int64) * scb
-        + h.to(tl.int64) * sch
-        + rows_at.to(tl.int64)[:, None] * scr
-        + cols[None, :]
-    )
-    tl.store(at, code, mask=(rows_at < codes_rows)[:, None] & (cols < codes_cols)[None, :])
-    across = (
-        across_ptr + (bh.to(tl.int64) * BLOCK_D + cols)[:, None] * rows_padded + rows_at[None, :]
-    )
-    tl.store(across, in_operand_order(tl.trans(code), BLOCK_D, BLOCK_R))
+    MANTISSA: tl.constexpr = 3 if EMAX == 8 else 2
+    if TERMS:
+        magnitude = fp8_magnitude(x, tl.where(power == power, power, 1.0), MANTISSA, BIAS)
+        do = with_sign(magnitude, x) * tl.math.div_rn(tl.full([1], 1.0, tl.float32), power)
+        _store_row_terms(
+            tl.sum(out * do, axis=1), dlse_ptr, lse_ptr, statistics_ptr, shift_ptr, inverse_ptr, r_ptr,
+            bh, rows_at, rows, rows_padded, total, REPRESENTED, DLSE, P_EXPONENT,
+        )  # fmt: skip
+    _store_fp8(
+        x, power, codes_ptr, b.to(tl.int64) * scb + h.to(tl.int64) * sch, scr, codes_rows, codes_cols,
+        across_ptr, bh, tile, rows_at, rows_padded,
+        True, True, WHOLE, MANTISSA, BIAS, BLOCK_R, BLOCK_D,
+    )  # fmt: skip
 
 
 @triton.jit
-def _row_terms_kernel(
-    out_ptr, dout_ptr, dlse_ptr, lse_ptr, statistics_ptr, power_ptr, shift_ptr, inverse_ptr, r_ptr,
-    sdb, sdr, sdh, sdd, rows, rows_padded, heads, dim, total_rows,
-    FP8: tl.constexpr, REPRESENTED: tl.constexpr, DLSE: tl.constexpr, P_EXPONENT: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+def _load_out(
+    out_ptr, b, h, rows_at, cols, rows, heads, dim, WHOLE: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """float32 rows of the contiguous [B, rows, heads, dim] output, zeros outside."""
+    row_index = (b.to(tl.int64) * rows + rows_at) * heads + h
+    if WHOLE:
+        return tl.load(out_ptr + row_index[:, None] * BLOCK_D + cols[None, :]).to(tl.float32)
+    return tl.load(
+        out_ptr + row_index[:, None] * dim + cols[None, :],
+        mask=(rows_at < rows)[:, None] & (cols < dim)[None, :],
+        other=0.0,
+    ).to(tl.float32)
+
+
+@triton.jit
+def _store_row_terms(
+    r, dlse_ptr, lse_ptr, statistics_ptr, shift_ptr, inverse_ptr, r_ptr, bh, rows_at, rows, rows_padded, total,
+    REPRESENTED: tl.constexpr, DLSE: tl.constexpr, P_EXPONENT: tl.constexpr,
 ):  # fmt: skip
     """What backward needs a number of for each row: r = rowsum(out * dO) - dlse, and how 2^z becomes P.
 
-    2^P_EXPONENT P = 2^(z - shift) * inverse, and r is stored over 2^P_EXPONENT, so that P (dP - r) keeps its worth; rows that see nothing, and padding, have shift +inf, so their P is 0 without a mask.
-    dO is the published one: E5M2 under the head's power of two, or BF16.
+    2^P_EXPONENT P = 2^(z - shift) * inverse, and r is stored over 2^P_EXPONENT, so that P (dP - r) keeps its worth; rows that see nothing,
+    and padding, have shift +inf, so their P is 0 without a mask.
     """
-    pid = tl.program_id(0)
-    tiles = rows_padded // BLOCK_R
-    tile, bh = pid % tiles, pid // tiles
-    b, h = bh // heads, bh % heads
-    rows_at, cols = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     live = rows_at < rows
-    keep = live[:, None] & (cols < dim)[None, :]
-    out = tl.load(
-        out_ptr + ((b.to(tl.int64) * rows + rows_at) * heads + h)[:, None] * dim + cols[None, :],
-        mask=keep,
-        other=0.0,
-    ).to(tl.float32)
-    at = (
-        dout_ptr
-        + b.to(tl.int64) * sdb
-        + h.to(tl.int64) * sdh
-        + rows_at.to(tl.int64)[:, None] * sdr
-        + cols[None, :] * sdd
-    )
-    do = tl.load(at, mask=keep, other=0.0).to(tl.float32)
-    if FP8:
-        power = tl.load(power_ptr + bh)
-        magnitude = round_magnitude(tl.abs(do * power), 2, 15)
-        do = with_sign(magnitude, do) * tl.math.div_rn(tl.full([1], 1.0, tl.float32), power)
-    else:
-        do = do.to(tl.bfloat16).to(tl.float32)
-    r = tl.sum(out * do, axis=1)
     row = bh.to(tl.int64) * rows + rows_at
     if DLSE:
         r = r - tl.load(dlse_ptr + row, mask=live, other=0.0).to(tl.float32)
@@ -338,10 +524,10 @@ def _row_terms_kernel(
     tl.store(r_ptr + padded, r * 2.0**-P_EXPONENT)
     if REPRESENTED:
         top = tl.load(statistics_ptr + row, mask=live, other=0.0)
-        total = tl.load(statistics_ptr + total_rows + row, mask=live, other=0.0)
-        seen = total != 0
+        sums = tl.load(statistics_ptr + tl.cast(total, tl.int64) * rows + row, mask=live, other=0.0)
+        seen = sums != 0
         tl.store(shift_ptr + padded, tl.where(seen, top - P_EXPONENT, float("inf")))
-        inverse = tl.math.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.where(seen, total, 1.0))
+        inverse = tl.math.div_rn(tl.full(sums.shape, 1.0, tl.float32), tl.where(seen, sums, 1.0))
         tl.store(inverse_ptr + padded, tl.where(seen, inverse, 0.0))
     else:
         lse = tl.load(lse_ptr + row, mask=live, other=float("-inf"))
@@ -349,6 +535,28 @@ def _row_terms_kernel(
             shift_ptr + padded,
             tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634 - P_EXPONENT),
         )
+
+
+@triton.jit
+def _row_terms_kernel(
+    out_ptr, dout_ptr, dlse_ptr, lse_ptr, statistics_ptr, shift_ptr, inverse_ptr, r_ptr,
+    sdb, sdr, sdh, sdd, rows, rows_padded, heads, dim, total,
+    REPRESENTED: tl.constexpr, DLSE: tl.constexpr, P_EXPONENT: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Row terms, see `_store_row_terms`, of dO in BF16."""
+    pid = tl.program_id(0)
+    tiles = rows_padded // BLOCK_R
+    tile, bh = pid % tiles, pid // tiles
+    b, h = bh // heads, bh % heads
+    rows_at, cols = tile * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    out = _load_out(out_ptr, b, h, rows_at, cols, rows, heads, dim, False, BLOCK_D)
+    do = load_rows(dout_ptr, dout_ptr, b, h, rows_at, cols, rows, dim, sdb, sdr, sdh, sdd, False)
+    do = do.to(tl.bfloat16).to(tl.float32)
+    _store_row_terms(
+        tl.sum(out * do, axis=1), dlse_ptr, lse_ptr, statistics_ptr, shift_ptr, inverse_ptr, r_ptr,
+        bh, rows_at, rows, rows_padded, total, REPRESENTED, DLSE, P_EXPONENT,
+    )  # fmt: skip
 
 
 def in_natural_order(across: Tensor) -> Tensor:
@@ -369,14 +577,44 @@ def head_amax(x: Tensor, hidden: Tensor | None) -> Tensor:
     return amax
 
 
+def _whole(rows: int, dim: int, hidden: Tensor | None) -> bool:
+    """Nothing of an operand is padding, and nothing is hidden."""
+    return hidden is None and rows == padded_rows(rows) and dim == padded_dim(dim)
+
+
+def _ahead(x: Tensor, block_rows: int) -> tuple[int, int, tuple[int]]:
+    """Heads in all, how many of them the maxima run ahead of what is published, and programs for both, head by head."""
+    batch, rows, heads, dim = x.shape
+    total = batch * heads
+    ahead = max(1, min(total, AHEAD_BYTES // (rows * dim * x.element_size())))
+    return total, ahead, (padded_rows(rows) // block_rows * (total + ahead),)
+
+
+def cleared(flags: tuple[int, int], *tensors: Tensor) -> list[Tensor]:
+    """int32 zeros in one fill: a matrix of flags, and for each tensor [B, rows, heads, dim] what its publisher notes maxima in."""
+    # Publishers' tiles have at least 16 rows.
+    tiles = [padded_rows(x.shape[1]) // 16 * x.shape[0] * x.shape[2] for x in tensors]
+    # Each part begins where a compiler of kernels takes it for aligned.
+    sizes = [-(-n // 4) * 4 for n in (flags[0] * flags[1], *tiles)]
+    words = torch.zeros(sum(sizes), dtype=torch.int32, device=tensors[0].device)
+    first, *rest = words.split(sizes)
+    return [first[: flags[0] * flags[1]].view(flags), *rest]
+
+
 def publish_fp4(
-    x: Tensor, hidden: Tensor | None, *, nvfp4: bool, inexact: Tensor, swapped: bool = False
+    x: Tensor,
+    hidden: Tensor | None,
+    *,
+    nvfp4: bool,
+    inexact: Tensor,
+    maxima: Tensor,
+    swapped: bool = False,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     """x [B, rows, heads, dim] as NVFP4 or MXFP4 `rceil`.
 
     Returns the QTensor's tensors (codes, scale, and for NVFP4 the FP32 number [B, 1, heads, 1]), the largest represented magnitude
     float32 [B, heads] (times that number), the scores operand (BF16, or E4M3 for MXFP4) and what divides it, float32 [B, heads].
-    `inexact` int32 [B, kv heads] is raised where E4M3 does not hold a head's MXFP4 values. With `swapped` the operand's row i is row
+    `inexact` int32 [B, kv heads] is raised where E4M3 does not hold a head's MXFP4 values; it and `maxima` are from `cleared`. With `swapped` the operand's row i is row
     `swap_pairs(i)` of x.
     """
     batch, rows, heads, dim = x.shape
@@ -385,17 +623,34 @@ def publish_fp4(
     codes = new((batch, rows, heads, -(-dim // 2)), dtype=torch.uint8)
     scale = new((batch, rows, heads, -(-dim // block)), dtype=torch.uint8)
     shared = new((batch, 1, heads, 1), dtype=torch.float32)
-    largest = torch.zeros((batch, heads), dtype=torch.int32, device=x.device)
+    largest = new((batch, heads), dtype=torch.int32)
+    if nvfp4:
+        largest.zero_()
     operand = new((batch, heads, tall, wide), dtype=torch.bfloat16 if nvfp4 else torch.uint8)
-    block_rows = 32 if wide <= 128 else 16
-    _publish_fp4_kernel[(tall // block_rows * batch * heads,)](
-        x, hidden, head_amax(x, hidden), codes, scale, shared, largest, operand, inexact,
-        *x.stride(), rows, tall, heads, heads // inexact.shape[1], dim,
-        NVFP4=nvfp4, HIDDEN=hidden is not None, SWAPPED=swapped, BLOCK_R=block_rows, BLOCK_D=wide, num_warps=4,
+    tile = _fp4_tile(wide)
+    total, ahead, programs = _ahead(x, tile["BLOCK_R"] * tile["PARTS"])
+    _publish_fp4_kernel[programs](
+        x, hidden, maxima, codes, scale, shared, largest, operand, inexact,
+        *x.stride(), rows, tall, heads, heads // inexact.shape[1], dim, total, ahead,
+        NVFP4=nvfp4, HIDDEN=hidden is not None, WHOLE=_whole(rows, dim, hidden), SWAPPED=swapped, BLOCK_D=wide, **tile,
     )  # fmt: skip
     saved = [codes, scale, shared] if nvfp4 else [codes, scale]
     operand = operand if nvfp4 else operand.view(torch.float8_e4m3fn)
     return saved, largest.view(torch.float32), operand, shared.view(batch, heads)
+
+
+def _fp4_tile(wide: int) -> dict[str, int]:
+    """Rows of a tile, tiles and warps of a program that publishes 4-bit codes: 32 elements a thread."""
+    return {
+        "BLOCK_R": 32 if wide > 128 else 4096 // wide,
+        "PARTS": 1,
+        "num_warps": 8 if wide > 128 else 4,
+    }
+
+
+def _fp8_tile(wide: int) -> tuple[int, int]:
+    """Rows and warps of a program that makes a transposed operand: as above, and rows of a word in one thread (`words_along_rows`)."""
+    return {32: (128, 4), 64: (64, 4), 128: (64, 8)}.get(wide, (32, 8))
 
 
 def expand_fp4(
@@ -420,11 +675,12 @@ def expand_fp4(
     operand = None if scores == "none" else codes.new_empty((batch, heads, tall, wide), dtype=dtype)
     across = codes.new_empty((batch, heads, wide, tall)) if gradient else None
     power = codes.new_empty((batch, heads), dtype=torch.float32)
-    block_rows = 64 if wide <= 128 else 32
+    block_rows, warps = _fp8_tile(wide)
     _expand_fp4_kernel[(tall // block_rows * batch * heads,)](
         codes, scale, saved[2] if nvfp4 else None, largest.view(torch.int32), operand, across, power, inexact,
         rows, tall, heads, heads // inexact.shape[1], dim,
-        NVFP4=nvfp4, SCORES=scores, GRADIENT=gradient, GATED=gated, BLOCK_R=block_rows, BLOCK_D=wide, num_warps=4,
+        NVFP4=nvfp4, SCORES=scores, GRADIENT=gradient, GATED=gated, WHOLE=_whole(rows, dim, None),
+        BLOCK_R=block_rows, BLOCK_D=wide, num_warps=warps,
     )  # fmt: skip
     if scores == "e4m3":
         assert operand is not None
@@ -432,58 +688,82 @@ def expand_fp4(
     return operand, None if across is None else across.view(torch.float8_e4m3fn), power
 
 
-def publish_v(v: Tensor, hidden: Tensor | None) -> tuple[list[Tensor], Tensor]:
+def publish_v(v: Tensor, hidden: Tensor | None, maxima: Tensor) -> tuple[list[Tensor], Tensor]:
     """V [B, T, G, Dv] as E4M3: the QTensor's tensors (codes, FP32 power of two [B, 1, G, 1]) and the transposed operand."""
     codes = v.new_empty(v.shape, dtype=torch.uint8)
-    shared, across = _publish_fp8(v, hidden, codes, codes.stride(), v.shape[1], v.shape[3], "e4m3")
+    shared, across = _publish_fp8(
+        v, hidden, maxima, codes, codes.stride(), v.shape[1], v.shape[3], "e4m3"
+    )
     return [codes, shared.view(v.shape[0], 1, v.shape[2], 1)], across.view(torch.float8_e4m3fn)
 
 
-def publish_dout(dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dO [B, S, H, Dv] as E5M2 operands [B, H, rows, dim] and transposed, and the power of two [B, H]."""
-    batch, rows, heads, dim = dout.shape
-    tall, wide = padded_rows(rows), padded_dim(dim)
+class Rows(NamedTuple):
+    """What the terms of each row are made of, beside dO: output [B, S, H, Dv], contiguous; dlse and lse [B, H, S]; statistics [2, B, H, S]."""
+
+    out: Tensor
+    dlse: Tensor | None
+    lse: Tensor
+    statistics: Tensor | None
+    p_exponent: int
+
+    def unwritten(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Memory for shift, inverse and r, float32 [B, H, padded rows]."""
+        batch, rows, heads, _ = self.out.shape
+        tall = padded_rows(rows)
+        shift, inverse, r = (self.lse.new_empty((batch, heads, tall)) for _ in range(3))
+        return shift, inverse, r
+
+
+def publish_dout(
+    dout: Tensor, maxima: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """dO [B, S, H, Dv] as E5M2 operands [B, H, rows, dim] and transposed, the power of two [B, H], and the row terms of what it became:
+    shift, inverse and r, float32 [B, H, padded rows], see `_store_row_terms`. `maxima` is from `cleared`.
+    """
+    batch, seqlen, heads, _ = dout.shape
+    tall, wide = padded_rows(seqlen), padded_dim(dout.shape[3])
     codes = dout.new_empty((batch, heads, tall, wide), dtype=torch.uint8)
     strides = (codes.stride(0), codes.stride(2), codes.stride(1))
-    shared, across = _publish_fp8(dout, None, codes, strides, tall, wide, "e5m2")
-    return codes.view(torch.float8_e5m2), across.view(torch.float8_e5m2), shared
+    terms = rows.unwritten()
+    shared, across = _publish_fp8(
+        dout, None, maxima, codes, strides, tall, wide, "e5m2", rows, terms
+    )
+    return codes.view(torch.float8_e5m2), across.view(torch.float8_e5m2), shared, terms
 
 
 def _publish_fp8(
-    x: Tensor, hidden: Tensor | None, codes: Tensor, strides: tuple[int, ...], codes_rows: int, codes_cols: int, element: str
+    x: Tensor, hidden: Tensor | None, maxima: Tensor, codes: Tensor, strides: tuple[int, ...], codes_rows: int, codes_cols: int, element: str,
+    row: Rows | None = None, terms: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, rows, heads, dim = x.shape
     tall, wide = padded_rows(rows), padded_dim(dim)
     across = x.new_empty((batch, heads, wide, tall), dtype=torch.uint8)
     shared = x.new_empty((batch, heads), dtype=torch.float32)
     emax, bias = (8, 7) if element == "e4m3" else (15, 15)
-    block_rows = 64 if wide <= 128 else 32
-    _publish_fp8_kernel[(tall // block_rows * batch * heads,)](
-        x, hidden, head_amax(x, hidden), codes, across, shared,
-        *x.stride(), *strides[:3], rows, tall, codes_rows, codes_cols, heads, dim,
-        EMAX=emax, BIAS=bias, HIDDEN=hidden is not None,
-        BLOCK_R=block_rows, BLOCK_D=wide, num_warps=4,
+    block_rows, warps = _fp8_tile(wide)
+    total, ahead, programs = _ahead(x, block_rows)
+    given = (None,) * 4 if row is None else (row.out, row.dlse, row.lse, row.statistics)
+    _publish_fp8_kernel[programs](
+        x, hidden, maxima, codes, across, shared, *given, *(terms or (None,) * 3),
+        *x.stride(), *strides[:3], rows, tall, codes_rows, codes_cols, heads, dim, total, ahead,
+        EMAX=emax, BIAS=bias, TERMS=row is not None,
+        REPRESENTED=row is not None and row.statistics is not None, DLSE=row is not None and row.dlse is not None,
+        P_EXPONENT=0 if row is None else row.p_exponent,
+        HIDDEN=hidden is not None, WHOLE=_whole(rows, dim, hidden),
+        BLOCK_R=block_rows, BLOCK_D=wide, num_warps=warps,
     )  # fmt: skip
     return shared, across
 
 
-def row_terms(
-    out: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    lse: Tensor,
-    statistics: Tensor | None,
-    power: Tensor | None,
-    p_exponent: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """shift, inverse and r, float32 [B, H, padded rows]: see the kernel. `power` is None for a BF16 dO."""
-    batch, rows, heads, dim = out.shape
+def row_terms(dout: Tensor, given: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """shift, inverse and r, float32 [B, H, padded rows], of dO in BF16: see `_store_row_terms`."""
+    batch, rows, heads, dim = given.out.shape
     tall = padded_rows(rows)
-    shift, inverse, r = (torch.empty((batch, heads, tall), device=out.device) for _ in range(3))
+    terms = given.unwritten()
     _row_terms_kernel[(tall // 32 * batch * heads,)](
-        out, dout, dlse, lse, statistics, power, shift, inverse, r,
-        *dout.stride(), rows, tall, heads, dim, batch * heads * rows,
-        FP8=power is not None, REPRESENTED=statistics is not None, DLSE=dlse is not None, P_EXPONENT=p_exponent,
+        given.out, dout, given.dlse, given.lse, given.statistics, *terms,
+        *dout.stride(), rows, tall, heads, dim, batch * heads,
+        REPRESENTED=given.statistics is not None, DLSE=given.dlse is not None, P_EXPONENT=given.p_exponent,
         BLOCK_R=32, BLOCK_D=padded_dim(dim), num_warps=4,
     )  # fmt: skip
-    return shift, inverse, r
+    return terms

@@ -6,6 +6,9 @@
 import triton
 import triton.language as tl
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""Triton's interpreter has no inline assembly."""
+
 
 @triton.jit
 def load_tile(
@@ -21,6 +24,22 @@ def load_tile(
         )
     if MASK_ROWS:
         return tl.load(pointers, mask=(first + at < rows)[:, None], other=0.0)
+    if MASK_COLS:
+        return tl.load(pointers, mask=(cols < dim)[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def load_rows_at(
+    base, rows_at, stride, rows, dim, BLOCK_C: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr,
+):  # fmt: skip
+    """[len(rows_at), BLOCK_C]: those rows in that order; otherwise as `load_tile`."""
+    cols = tl.arange(0, BLOCK_C)
+    pointers = base + rows_at.to(tl.int64)[:, None] * stride + cols[None, :]
+    if MASK_ROWS and MASK_COLS:
+        return tl.load(pointers, mask=(rows_at < rows)[:, None] & (cols < dim)[None, :], other=0.0)
+    if MASK_ROWS:
+        return tl.load(pointers, mask=(rows_at < rows)[:, None], other=0.0)
     if MASK_COLS:
         return tl.load(pointers, mask=(cols < dim)[None, :], other=0.0)
     return tl.load(pointers)
@@ -43,6 +62,74 @@ def in_operand_order(codes, ROWS: tl.constexpr, COLS: tl.constexpr):
     """
     groups = tl.reshape(codes, [ROWS, COLS // 16, 2, 4, 2])
     return tl.reshape(tl.permute(groups, (0, 1, 3, 2, 4)), [ROWS, COLS])
+
+
+@triton.jit
+def paired_rows(index):
+    """Bits 0 and 3 of an index swapped: its own inverse.
+
+    A tile whose rows are loaded in this order has, in each thread of a product's result, pairs of rows that lie side by side in an operand
+    of `in_operand_order`: see `row_pairs`.
+    """
+    return (index & -10) | ((index & 1) << 3) | ((index & 8) >> 3)
+
+
+@triton.jit
+def row_pairs(codes, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """int16 [ROWS / 2, COLS]: rows g and g + 8 of every 16 of an 8-bit tile, which one thread holds, in one word; g + 8 in the high byte.
+
+    With the tile's rows in the order of `paired_rows`, the bytes of a column are in the order of `in_operand_order`.
+    """
+    groups = tl.reshape(codes.to(tl.uint8, bitcast=True), [ROWS // 16, 2, 8, COLS])
+    low, high = tl.split(tl.permute(groups, (0, 2, 3, 1)))
+    if INTERPRETED:
+        words = (low.to(tl.int32) | (high.to(tl.int32) << 8)).to(tl.int16)
+    else:
+        # Two permutes for eight codes, in the registers that are also a product's left factor; shifts become a dozen instructions.
+        words = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;", "=r,=r,r,r",
+            [low, high], dtype=tl.int16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return tl.reshape(words, [ROWS // 2, COLS])
+
+
+@triton.jit
+def store_transposed(words, at, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Store int16 [ROWS, COLS] words, as `row_pairs` gives them, at a uint8 pointer for `load_transposed`: blocks of 8 columns by 8 words, 128 bytes each.
+
+    A product's result has such a block in one register of every thread of a warp. It is transposed there, so nothing goes through shared
+    memory, and stored by one instruction.
+    """
+    row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
+    if INTERPRETED:
+        block = (col >> 3) * (ROWS // 8) + (row >> 3)
+        tl.store(at.to(tl.pointer_type(tl.int16)) + block * 64 + (col & 7) * 8 + (row & 7), words)
+    else:
+        # After the transposition a thread has, in the place of one row's words of two columns, those of two rows of one column.
+        place = ((col >> 3) * (ROWS // 8) + (row >> 3)) * 128 + (row & 7) * 16 + (col & 7) * 2
+        tl.inline_asm_elementwise(
+            "{ .reg .b32 t; movmatrix.sync.aligned.m8n8.trans.b16 t, $1; st.global.b32 [$2], t; mov.b32 $0, t; }", "=r,r,l,l",
+            [words, at.to(tl.int64) + place.to(tl.int64)], dtype=tl.int16, is_pure=False, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def load_transposed(tiles, at, COLS: tl.constexpr, ROWS: tl.constexpr):
+    """The [COLS, ROWS] codes that `store_transposed` left at row `at` of a descriptor of tiles [COLS, ROWS], as a left factor's registers have them."""
+    blocks = tl.reshape(tiles.load([at, 0]), [COLS // 8, ROWS // 16, 8, 16])
+    return tl.reshape(tl.permute(blocks, (0, 2, 1, 3)), [COLS, ROWS])
+
+
+@triton.jit
+def longest_first(pid, steps, heads, SPAN: tl.constexpr):
+    """Head and step of a program, `steps` of them a head: SPAN heads together, whose operands a GPU's cache holds, go through them in order.
+
+    With the longest programs at the first steps, those that end a launch are short.
+    """
+    first = pid // (steps * SPAN) * SPAN
+    together = tl.minimum(heads - first, SPAN)
+    place = pid - first * steps
+    return first + place % together, place // together
 
 
 @triton.jit

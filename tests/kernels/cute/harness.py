@@ -85,11 +85,11 @@ def interpret(
     report.check()
 
 
-def run(call: ForwardCall, **options: Any) -> Forward:
-    """The forward kernel of a prepared call; outputs are poisoned before it."""
+def run(call: ForwardCall, *, ctas: int = 148, **options: Any) -> Forward:
+    """The forward kernel of a prepared call on a grid of at most `ctas` CTAs; outputs are poisoned before it."""
     for written in (call.out, call.lse, call.statistics):
         written.fill_(torch.nan)
-    interpret(call.config, call.tensors, (*call.sizes, call.scale_log2), **options)
+    interpret(call.config, call.tensors, call.numbers(ctas), **options)
     return call.finish()
 
 

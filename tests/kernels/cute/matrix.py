@@ -1,15 +1,25 @@
 """The full matrix, executed by the interpreter: `python -m pytest -n auto tests/kernels/cute/matrix.py`, some core minutes.
 
-Not named test_*: a plain run of the suite leaves it out.
+Not named test_*: a plain run of the suite leaves it out. One CTA takes all work items of a case, where the plain run has a CTA an
+item but in `test_persistent.py`.
 """
 
+import functools
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from fp4mega.attention.policy import get_policy
+from fp4mega.kernels.cute.support import forward_config
 from fp4mega.testing import Case
 from fp4mega.testing.cases import VALUES
-from tests.kernels.cute.harness import BASE, check
+from tests.kernels.cute import harness
+from tests.kernels.cute.cubin import usage
+from tests.kernels.cute.harness import BASE, compiled, prepare, program, run
+from tests.kernels.cute.test_persistent import PACKED, SHORT, UNEVEN, UNSEEN, check_persistent
+from tests.kernels.cute.test_protocol import CAUGHT, NO_WAIT, SIGNAL, WAIT
 
 TRAINING = (
     "nvfp4_qk_fp8_pv",
@@ -22,6 +32,7 @@ LENGTHS = ((1, 1), (128, 128), (129, 127), (256, 384), (257, 385), (300, 700), (
 # FP32 sums under a fixed reference end near scores of 120; under a sampled one likewise above the samples.
 EXTREME = ("outlier_channels", "large_mean", "huge_q_tiny_k")
 CAUSAL = BASE.replace(causal="top_left")
+check = functools.partial(harness.check, ctas=1)
 
 
 def of_lengths(lengths: tuple[int, int], **changes: Any) -> Case:
@@ -119,3 +130,84 @@ def test_layouts_through_the_publishers(policy: str, layout: str) -> None:
 )
 def test_orders_of_asynchronous_work(case: Case, order: str) -> None:
     check(case, order=order)
+
+
+ORDERS = ("eager", "lazy", "random-0", "random-1")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("policy", [*TRAINING, INFERENCE[0]])
+@pytest.mark.parametrize(
+    ("case", "ctas"),
+    [
+        (UNEVEN, 1),
+        (UNEVEN, 3),
+        (SHORT, 1),
+        (SHORT, 2),
+        (UNSEEN, 1),
+        (BASE.replace(**PACKED, num_heads=4, num_kv_heads=2), 3),
+        (UNEVEN.replace(head_dim=192, head_dim_v=128), 2),
+        (UNEVEN.replace(head_dim=64, mask="padding", batch=2), 2),
+    ],
+    ids=str,
+)
+def test_fewer_ctas_than_items(case: Case, ctas: int, policy: str, order: str) -> None:
+    check_persistent(case.replace(policy=policy), ctas, order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("policy", INFERENCE[1:])
+@pytest.mark.parametrize(
+    "case", [SHORT, BASE.replace(seqlen_q=700, seqlen_k=300, batch=2, mask="padding_all")], ids=str
+)
+def test_fewer_ctas_than_items_under_permuted_keys(case: Case, policy: str, order: str) -> None:
+    check_persistent(case.replace(policy=policy), 2, order)
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["", "padding"])
+@pytest.mark.parametrize("left", [False, True], ids=["", "window"])
+@pytest.mark.parametrize("right", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("policy", [*TRAINING[:3], *INFERENCE])
+def test_nothing_is_spilled(policy: str, right: bool, left: bool, hidden: bool) -> None:
+    problem = BASE.replace(policy=policy).problem
+    config = replace(
+        forward_config(problem, get_policy(policy)),
+        right=right,
+        left=left,
+        hidden=hidden,
+        lengths=left and not hidden,
+        sink=left and policy in TRAINING,
+    )
+    found = usage(compiled(config).__cubin__)
+    assert (found.registers, found.stack) == (128, 0)
+
+
+PARTS = 4
+"""Tests that share the work of one kernel."""
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("policy", [TRAINING[0], INFERENCE[0]])
+def test_every_wait_and_every_arrival_is_needed(policy: str, part: int) -> None:
+    """Left out, each is found by the interpreter, whatever order asynchronous work completes in, but for those at the kernel's end.
+
+    These wait for what the tensor core still owes the CTA's barriers, and nothing follows them.
+    """
+    call = prepare(UNEVEN.replace(policy=policy))
+    kernel = program(call.config)
+    text = kernel.module.text
+    loads, products = text.rindex("cp.async.bulk.tensor"), text.index("tcgen05.cp")
+    waits = list(re.finditer(WAIT, text))
+    last = [w for w in waits if loads < w.start() < products][: 2 + 2 * call.config.stages]
+    left_out = [(w, w.expand(NO_WAIT)) for w in waits if w not in last]
+    left_out += [(a, "") for a in re.finditer(SIGNAL, text)]
+    assert len(left_out) > 40
+    missed = []
+    for hit, instead in left_out[part::PARTS]:
+        changed = kernel.with_text(text[: hit.start()] + instead + text[hit.end() :])
+        try:
+            run(call, kernel=changed, ctas=1)
+        except CAUGHT:
+            continue
+        missed.append(f"line {text[: hit.start()].count(chr(10)) + 1}: {hit[0]}")
+    assert not missed

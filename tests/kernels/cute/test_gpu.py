@@ -26,7 +26,7 @@ pytestmark = [
 ]
 BACKEND = get_backend("cute_sm100")
 DEVICE = torch.device("cuda")
-LONG = BASE.replace(batch=2, seqlen_q=2048, seqlen_k=2048, num_heads=8, num_kv_heads=2)
+LONG = BASE.replace(batch=4, seqlen_q=2048, seqlen_k=2048, num_heads=8, num_kv_heads=2)
 
 
 def check(case: Case) -> None:

@@ -1,4 +1,7 @@
-"""Faults planted in the kernels' PTX, one of each kind: the interpreter must name them, or the numbers must be wrong."""
+"""Faults planted in the kernels' PTX, one of each kind: the interpreter must name them, or the numbers must be wrong.
+
+`matrix.py` leaves out every wait and every arrival in turn.
+"""
 
 import re
 from typing import Any
@@ -9,6 +12,8 @@ from fp4mega.testing import Case, ptx
 from tests.kernels.cute.harness import BASE, assert_forward_agrees, prepare, program, run
 
 CAUSAL = BASE.replace(causal="top_left", seqlen_q=150, seqlen_k=150)
+ITEMS = CAUSAL.replace(seqlen_q=700, seqlen_k=100)
+"""Three work items of one key tile."""
 DIRECT = BASE.replace(policy="direct_p_fast", seqlen_q=150, seqlen_k=260)
 CAUGHT = (AssertionError, ptx.PtxError)
 
@@ -28,6 +33,8 @@ def planted(case: Case, pattern: str, replacement: str, which: int | None) -> An
 
 
 SIGNAL = r"mbarrier\.arrive\.shared\.b64[^;]*;"
+WAIT = r"mbarrier\.try_wait\.parity\.shared\.b64\s+(%?\w+), \[(%\w+)[^\]]*\], [^;]*;"
+NO_WAIT = r"setp.eq.b32 \1, \2, \2;"
 WAIT_BEFORE_PV = (
     r"(mbarrier\.try_wait\.parity\.shared\.b64 P1, \[%\w+\]), %\w+"
     r"(, 10000000;(?:(?!mbarrier)[\s\S])*?kind::f8f6f4)"
@@ -61,6 +68,14 @@ FAULTS = {
         "setp.ne.b32 p, 0, 0;",
         -1,
     ),
+    "Q of the next item but one is loaded over an item's": (ITEMS, WAIT, NO_WAIT, 0),
+    "the output of an item is never said to be read": (ITEMS, SIGNAL, "", -1),
+    "the output of an item is overwritten before it is read": (
+        ITEMS,
+        f"{WAIT}(?=(?:(?!{WAIT})[\\s\\S])*{WAIT}(?:(?!mbarrier)[\\s\\S])*?kind::f8f6f4)",
+        NO_WAIT,
+        0,
+    ),
     "tensor memory is not given back": (CAUSAL, r"tcgen05\.dealloc[^;]*;", "", 0),
 }
 
@@ -70,4 +85,4 @@ def test_a_planted_fault_is_caught(fault: str) -> None:
     case, pattern, replacement, which = FAULTS[fault]
     call, kernel = planted(case, pattern, replacement, which)
     with pytest.raises(CAUGHT):
-        assert_forward_agrees(run(call, kernel=kernel), case)
+        assert_forward_agrees(run(call, kernel=kernel, ctas=1), case)

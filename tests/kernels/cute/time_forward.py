@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from fp4mega.attention.policy import get_policy
 from fp4mega.kernels import get_backend
-from fp4mega.kernels.cute.launch import prepare_forward
+from fp4mega.kernels.cute.launch import multiprocessors, prepare_forward
 from fp4mega.testing import Case
 
 SHAPES = ((1, 4096, 32, 8), (2, 4096, 32, 8), (4, 4096, 32, 8), (1, 16384, 32, 8))
@@ -62,7 +62,7 @@ def main() -> None:
             arguments = (x.q, x.k, x.v, x.side, case.problem, policy)
             whole = milliseconds(lambda arguments=arguments: backend.forward(*arguments))
             call = prepare_forward(*arguments, launch)
-            numbers = (*call.sizes, call.scale_log2)
+            numbers = call.numbers(multiprocessors(x.q.device))
 
             def alone(call=call, numbers=numbers) -> None:
                 launch(call.config, call.tensors, numbers)

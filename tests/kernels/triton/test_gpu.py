@@ -282,3 +282,54 @@ def test_offsets_past_two_to_the_31() -> None:
     assert torch.equal(whole.out[-1:], part.out)
     for a, b in zip(whole_gradients[:3], gradients[:3], strict=True):
         assert torch.equal(a[-1:], b)
+
+
+@policies(*(n for n in TRAINING if n != "bf16"))
+def test_a_backward_in_pieces_gives_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, policy: AttentionPolicy
+) -> None:
+    """One query head a kv head: however kv heads and rows are cut, sums over rows are in the same order."""
+    from fp4mega.kernels.triton import backward
+
+    case = LONG.replace(num_heads=4, num_kv_heads=4, seqlen_q=1000, seqlen_k=1000)
+    x = case.make(device="cuda")
+    if BACKEND.explain(case.problem, policy, torch.device("cuda")) is not None:
+        pytest.skip(BACKEND.explain(case.problem, policy, torch.device("cuda")))
+    whole, _ = evaluate(BACKEND, x, case, policy)
+    monkeypatch.setattr(backward, "LEAST_PROGRAMS", 1)
+    for limit in (4 << 20, 1):
+        monkeypatch.setattr(backward, "WORKSPACE_BYTES", limit)
+        cut, _ = evaluate(BACKEND, x, case, policy)
+        for name, a, b in zip(whole._fields, cut, whole, strict=True):
+            if a is not None:
+                assert torch.equal(a, b), f"{name} in pieces of {limit} bytes"
+
+
+def test_a_long_sequence_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """131072 rows of one head, whose codes are 16 GiB at once: the bits of another cut, and the first rows of a short sequence."""
+    from fp4mega.kernels.triton import backward
+
+    policy = get_policy("mxfp4_qk_fp8_pv")
+    case = Case(
+        batch=1, seqlen_q=131072, seqlen_k=131072, num_heads=1, num_kv_heads=1, head_dim=128, causal="top_left", dtype=torch.bfloat16,
+    )  # fmt: skip
+    x = case.make(device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    got, _ = evaluate(BACKEND, x, case, policy)
+    assert torch.cuda.max_memory_allocated() - before < 5 << 30
+    monkeypatch.setattr(backward, "LEAST_PROGRAMS", 50)
+    other, _ = evaluate(BACKEND, x, case, policy)
+    for name in ("dq", "dk", "dv"):
+        assert getattr(got, name).isfinite().all()
+        assert getattr(got, name).any()
+        assert torch.equal(getattr(got, name), getattr(other, name)), name
+    del other
+    short = case.replace(seqlen_q=4096, seqlen_k=4096)
+    first = x._replace(
+        q=x.q[:, :4096], k=x.k[:, :4096], v=x.v[:, :4096], dout=x.dout[:, :4096], dlse=x.dlse[..., :4096]
+    )  # fmt: skip
+    want, _ = evaluate(BACKEND, first, short, policy)
+    error = (got.dq[:, :4096].double() - want.dq.double()).norm() / want.dq.double().norm()
+    assert error < 1e-2

@@ -16,14 +16,26 @@ from fp4mega.kernels.triton.arithmetic import (
     code_of,
     e2m1_code,
     e2m1_value,
+    e4m3_scale_code,
     e4m3_scale_value,
     e8m0_value,
+    rceil_byte,
     round_magnitude,
     sign_for,
+    sixth,
+)
+from fp4mega.kernels.triton.packing import (
+    fp8_magnitude,
+    fp8_tops,
+    nibble_pairs,
+    nibble_words,
+    nibbles_of_bytes,
+    nibbles_of_words,
 )
 from fp4mega.testing import assert_bitwise
 from fp4mega.testing.triton_interpreter import convert, fma, install
 from tests.formats.oracle import nearest_codes
+from tests.kernels.triton.roundings import check_quotients
 
 FP8 = {
     "E4M3": (E4M3, tl.float8e4nv, torch.float8_e4m3fn),
@@ -186,6 +198,92 @@ def test_device_functions_are_the_formats_arithmetic() -> None:
     exponents = torch.arange(255, dtype=torch.float64) - 127
     assert_bitwise(e8m0[:255].double(), torch.exp2(exponents), name="values of E8M0")
     assert e8m0[255].isnan()
+
+
+def test_quotients_by_every_block_scale_round_to_e2m1_as_exact_ones_do() -> None:
+    check_quotients("cpu")
+
+
+@triton.jit
+def _scales_kernel(x_ptr, sixth_ptr, byte_ptr, code_ptr, largest, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < count
+    x = tl.load(x_ptr + at, mask=live, other=0.0)
+    tl.store(sixth_ptr + at, sixth(x, largest), mask=live)
+    tl.store(byte_ptr + at, rceil_byte(x.to(tl.int32, bitcast=True)).to(tl.uint8), mask=live)
+    tl.store(code_ptr + at, e4m3_scale_code(e4m3_scale_value(at & 127)), mask=live)
+
+
+@pytest.mark.parametrize("largest", [1e30, 2.0**-81])
+def test_scales_of_blocks(largest: float) -> None:
+    """A sixth rounds as a division does, also where its remainder would be a subnormal number; bytes are the definition's."""
+    every_bf16 = np.arange(0x7F80, dtype=np.uint32) << 16
+    bits = np.concatenate([every_bf16, every_bf16 + 1, every_bf16 + 0x7FFF, every_bf16 + 0xFFFF])
+    rng = np.random.default_rng(0)
+    bits = np.concatenate([bits, rng.integers(0, 0x7F800000, 1 << 17, dtype=np.uint32)])
+    x = bits.view(np.float32)
+    given, byte, code = torch.from_numpy(x), *(torch.empty(len(x), dtype=torch.uint8) for _ in "12")
+    got = torch.empty(len(x))
+    _scales_kernel[(-(-len(x) // 16384),)](given, got, byte, code, largest, len(x), BLOCK=16384)
+    compared = (x <= largest) & ((largest < 1e-20) | (x >= 2.0**-100) | (x == 0))
+    assert compared.sum() > 40000
+    assert_bitwise(got[compared], torch.from_numpy(x / np.float32(6))[compared], name="sixth")
+    mantissa, exponent = np.frexp(x.astype(np.float64) / 6)
+    up = np.where(mantissa == 0.5, exponent - 1, exponent)
+    want = np.where(x == 0, 0, np.clip(up, -127, 127) + 127).astype(np.uint8)
+    assert_bitwise(byte, torch.from_numpy(want), name="rceil")
+    assert_bitwise(code[:128], torch.arange(128).to(torch.uint8), name="codes of E4M3 scales")
+
+
+@triton.jit
+def _words_kernel(codes_ptr, words_ptr, from_words_ptr, from_bytes_ptr):
+    at = tl.arange(0, 256)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    code = tl.load(codes_ptr + at)
+    words = nibble_words(nibble_pairs(e2m1_value(code)))
+    tl.store(words_ptr + tl.arange(0, 256)[:, None] + tl.arange(0, 1)[None, :], words.to(tl.int32))
+    tl.store(from_words_ptr + at, nibbles_of_words(words) * 8.507059173023462e37)
+    bytes_at = words_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+    bytes_at = bytes_at + tl.arange(0, 256)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(from_bytes_ptr + at, nibbles_of_bytes(tl.load(bytes_at)) * 8.507059173023462e37)
+
+
+def test_words_of_4_bit_codes_and_back() -> None:
+    """Every pair of codes side by side, every one at every place of a word."""
+    rng = np.random.default_rng(0)
+    rows = [[a, b, b, a, *rng.integers(0, 16, 4)] for a in range(16) for b in range(16)]
+    codes = torch.tensor(np.array(rows), dtype=torch.int32)
+    words = torch.zeros(256, dtype=torch.int32)
+    back, again = torch.empty(256, 8), torch.empty(256, 8)
+    _words_kernel[(1,)](codes, words, back, again)
+    packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    assert_bitwise(words.view(torch.uint8).view(256, 4), packed, name="words")
+    want = decode(codes.to(torch.uint8), E2M1)
+    assert_bitwise(back, want, name="from words")
+    assert_bitwise(again, want, name="from bytes")
+
+
+@triton.jit
+def _tops_kernel(
+    x_ptr, out_ptr, count, MANTISSA: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < count, other=0.0)
+    tops = fp8_tops(fp8_magnitude(x, 1.0, MANTISSA, BIAS), x, MANTISSA, BIAS)
+    tl.store(out_ptr + at, (tops >> 24).to(tl.uint8), mask=at < count)
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_fp8_codes_at_the_top_of_a_word(name: str) -> None:
+    """Every BF16 number and every tie of the range, which a head's power of two keeps, and their neighbours."""
+    x = telling_floats(name)
+    x = x[np.abs(x) <= {"E4M3": 448, "E5M2": 57344}[name]]
+    got = torch.empty(len(x), dtype=torch.uint8)
+    mantissa, bias = {"E4M3": (3, 7), "E5M2": (2, 15)}[name]
+    _tops_kernel[(-(-len(x) // 8192),)](
+        torch.from_numpy(x), got, len(x), MANTISSA=mantissa, BIAS=bias, BLOCK=8192
+    )
+    want = nearest_codes(x.astype(np.float64), name)
+    assert_bitwise(got, torch.from_numpy(want), name=name)
 
 
 def test_installed_once_and_only_in_an_interpreted_process(monkeypatch) -> None:

@@ -1,8 +1,10 @@
 """Publishers bit for bit as `fp4mega.formats`: saved bytes, and every operand in both orientations, from strided views."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime import interpreter
 
 from fp4mega.attention import AttentionPolicy
 from fp4mega.formats import quantize
@@ -73,8 +75,10 @@ def test_operands_of_scores_and_of_gradients(fmt: str, values: str) -> None:
     """The operand is the represented value exactly; made again from the bytes it is the same; the transposed E4M3 one is `quantize`'s."""
     nvfp4 = fmt == "nvfp4"
     for x in tensors(values):
-        inexact = torch.zeros((1, x.shape[2]), dtype=torch.int32)
-        saved, largest, operand, divisor = publish.publish_fp4(x, None, nvfp4=nvfp4, inexact=inexact)  # fmt: skip
+        inexact, maxima = publish.cleared((1, x.shape[2]), x)
+        saved, largest, operand, divisor = publish.publish_fp4(
+            x, None, nvfp4=nvfp4, inexact=inexact, maxima=maxima
+        )
         want = scored(x, fmt).transpose(1, 2)
         exact = operand[:, :, :35, :40].double() / divisor.double()[..., None, None]
         # The FP32 number of NVFP4 divides after the product: one rounding of its reciprocal apart.
@@ -103,10 +107,17 @@ def test_operands_of_scores_and_of_gradients(fmt: str, values: str) -> None:
         assert not codes[:, :, :, 35:].any()
 
 
+def published_gradient(dout: Tensor):
+    batch, rows, heads, _ = dout.shape
+    lse = torch.zeros((batch, heads, rows))
+    given = publish.Rows(torch.zeros_like(dout), None, lse, None, 0)
+    return publish.publish_dout(dout, publish.cleared((1, 1), dout)[1], given)
+
+
 @pytest.mark.parametrize("values", ["huge_v", "denormals", "zeros"])
 def test_fp8_in_both_orientations(values: str) -> None:
     for x in tensors(values):
-        saved, across = publish.publish_v(x, None)
+        saved, across = publish.publish_v(x, None, publish.cleared((1, 1), x)[1])
         want = quantize(x, "e4m3", axis=1, scale_dims=(1, 3))
         for a, b in zip(saved, want.tensors(), strict=True):
             assert_bitwise(a, b, name="v")
@@ -114,7 +125,7 @@ def test_fp8_in_both_orientations(values: str) -> None:
         assert_bitwise(turned[:, :, :40, :35], want.codes.permute(0, 2, 3, 1), name="v across")
         assert not turned[:, :, 40:].any()
         assert not turned[:, :, :, 35:].any()
-        codes, across, power = publish.publish_dout(x)
+        codes, across, power, _ = published_gradient(x)
         want = quantize(x, "e5m2", axis=3, scale_dims=(1, 3))
         straight = codes.view(torch.uint8)
         turned = publish.in_natural_order(across.view(torch.uint8))
@@ -123,6 +134,114 @@ def test_fp8_in_both_orientations(values: str) -> None:
         assert_bitwise(power, want.global_scale.flatten(1), name="power of dO")
         assert not straight[:, :, 35:].any()
         assert not straight[:, :, :, 40:].any()
+
+
+WHOLE = CASE.replace(seqlen_q=128, seqlen_k=128, head_dim=32, num_heads=3, num_kv_heads=3)
+"""Nothing is padding: bytes and codes go out as words."""
+
+
+@pytest.mark.parametrize(("ahead", "parts"), [(1, 2), (1 << 30, 1)])
+@pytest.mark.parametrize("values", ["zero_blocks", "denormals", "outlier_channels"])
+@policies("nvfp4_qk_fp8_pv", "mxfp4_qk_fp8_pv")
+def test_whole_tiles_and_maxima_one_head_ahead(
+    policy: AttentionPolicy, values: str, ahead: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Maxima of one head before they are needed, or of all of them before the first; one tile a program, or two."""
+    monkeypatch.setattr(publish, "AHEAD_BYTES", ahead)
+    tile = {"BLOCK_R": 32, "PARTS": parts, "num_warps": 4}
+    monkeypatch.setattr(publish, "_fp4_tile", lambda wide: tile)
+    case = WHOLE.replace(values=values)
+    assert_saved(case, policy)
+    x = case.make()
+    nvfp4 = policy.operands["q"].format == "nvfp4"
+    inexact, maxima = publish.cleared((1, 3), x.q)
+    saved, largest, operand, divisor = publish.publish_fp4(
+        x.q, None, nvfp4=nvfp4, inexact=inexact, maxima=maxima
+    )
+    again = torch.zeros_like(inexact)
+    made, across, power = publish.expand_fp4(
+        saved, largest, 32, nvfp4=nvfp4, scores="bf16" if nvfp4 else "e4m3", gradient=True, inexact=again,
+    )  # fmt: skip
+    assert_bitwise(again, inexact, name="inexact")
+    assert_bitwise(made.view(torch.uint8), operand.view(torch.uint8), name="made again")
+    want = scored(x.q, policy.operands["q"].format).transpose(1, 2)
+    exact = operand.double() / divisor.double()[..., None, None]
+    held = inexact[0] == 0
+    error = ((exact - want).abs().amax((2, 3)) / want.abs().amax((2, 3)).clamp(min=1e-300))[0]
+    assert (error[held] <= (1e-6 if nvfp4 else 0.0)).all()
+    gradient = quantize(want.transpose(1, 2).float(), "e4m3", axis=3, scale_dims=(1, 3))
+    turned = publish.in_natural_order(across.view(torch.uint8))
+    wanted = gradient.codes.permute(0, 2, 3, 1)
+    turned, wanted = (t.masked_fill(t == 0x80, 0) if nvfp4 else t for t in (turned, wanted))
+    assert_bitwise(turned, wanted, name="gradient")
+    codes, across, power, _ = published_gradient(x.v)
+    want = quantize(x.v, "e5m2", axis=3, scale_dims=(1, 3))
+    assert_bitwise(codes.view(torch.uint8), want.codes.permute(0, 2, 1, 3), name="dO")
+    turned = publish.in_natural_order(across.view(torch.uint8))
+    assert_bitwise(turned, want.codes.permute(0, 2, 3, 1), name="dO across")
+    assert_bitwise(power, want.global_scale.flatten(1), name="power of dO")
+
+
+@pytest.mark.parametrize("case", [CASE, WHOLE], ids=["padded", "whole"])
+@pytest.mark.parametrize("represented", [True, False])
+def test_row_terms_come_with_the_published_output_gradient(case: Case, represented: bool) -> None:
+    x, generator = case.make(), torch.Generator().manual_seed(1)
+    dout = torch.randn(x.q.shape, generator=generator).bfloat16()
+    out = torch.randn(x.q.shape, generator=generator).bfloat16()
+    batch, rows, heads, _ = out.shape
+    lse, dlse = (torch.randn((batch, heads, rows), generator=generator) for _ in range(2))
+    lse[0, 0, 3] = -torch.inf
+    statistics = torch.rand((2, batch, heads, rows), generator=generator) + 0.5
+    statistics[1, 0, 0, 3] = 0.0
+    given = publish.Rows(out, dlse, lse, statistics if represented else None, 8)
+    maxima = publish.cleared((1, 1), dout)[1]
+    _, _, _, (shift, inverse, r) = publish.publish_dout(dout, maxima, given)
+    seen = quantize(dout, "e5m2", axis=3, scale_dims=(1, 3)).dequantize(torch.float64)
+    want = ((out.double() * seen).sum(-1).transpose(1, 2) - dlse.double()) / 256
+    assert (r[..., :rows] - want).abs().max() < 2e-6 * want.abs().max()
+    assert not r[..., rows:].any()
+    if represented:
+        top, total = statistics
+        shifts = (top - 8).masked_fill(total == 0, torch.inf)
+        inverses = (1 / total).masked_fill(total == 0, 0.0)
+        assert_bitwise(inverse[..., :rows], inverses, name="inverse")
+        assert not inverse[..., rows:].any()
+        assert_bitwise(shift[..., :rows], shifts, name="shift")
+    else:
+        shifts = (lse * 1.4426950408889634 - 8).masked_fill(lse == -torch.inf, torch.inf)
+        finite = shifts.isfinite()
+        assert torch.equal(shift[..., :rows].isfinite(), finite)
+        assert (shift[..., :rows] - shifts)[finite].abs().max() < 2e-6
+    assert (shift[..., rows:] == torch.inf).all()
+
+
+@pytest.mark.parametrize("rows", [128, 70])
+def test_what_is_not_finite_stays_in_its_head_or_block(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = interpreter.InterpreterBuilder
+    # A GPU's minimum of NaN and a number is the number.
+    monkeypatch.setattr(builder, "create_minnumf", lambda self, a, b: self.binary_op(a, b, np.fmin))
+    monkeypatch.setattr(builder, "create_maxnumf", lambda self, a, b: self.binary_op(a, b, np.fmax))
+    x = torch.randn((1, rows, 4, 32), generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[0, 3, 1, 5] = torch.nan
+    x[0, 9, 1, 6] = -torch.nan
+    x[0, 7, 2, 3] = -torch.inf
+    x[0, 11], x[0, 12] = 0.0, -0.0
+    for fmt, dims in (("nvfp4", (1, 3)), ("mxfp4_rceil", None)):
+        inexact, maxima = publish.cleared((1, 4), x)
+        nvfp4 = fmt == "nvfp4"
+        saved, largest, *_ = publish.publish_fp4(
+            x, None, nvfp4=nvfp4, inexact=inexact, maxima=maxima
+        )
+        want = quantize(x, fmt, axis=3, scale_dims=dims).tensors()
+        for i, (a, b) in enumerate(zip(saved, want, strict=True)):
+            assert_bitwise(a, b, name=f"{fmt}[{i}]")
+        assert largest.isfinite().tolist() == [[True, False, False, True]]
+        assert nvfp4 or inexact.bool().tolist() == [[False, True, True, False]]
+    saved, _ = publish.publish_v(x, None, publish.cleared((1, 1), x)[1])
+    for a, b in zip(saved, quantize(x, "e4m3", axis=1, scale_dims=(1, 3)).tensors(), strict=True):
+        assert_bitwise(a, b, name="v")
 
 
 @policies("nvfp4_qk_fp8_pv", "mxfp4_qk_fp8_pv")
