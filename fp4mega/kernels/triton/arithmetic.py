@@ -68,16 +68,6 @@ def round_probabilities(p, FORMAT: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def code_of(a, sign, MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr):
-    """uint8 code of a magnitude that is a value of the format; `sign` is the sign bit in the code's place; NaN has no sign."""
-    MIN_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
-    below = (tl.minimum(a, MIN_NORMAL) * (2**MANTISSA / MIN_NORMAL)).to(tl.int32)
-    above = bits_of(tl.maximum(a, MIN_NORMAL)) >> (23 - MANTISSA)
-    code = (below + above - ((128 - BIAS) << MANTISSA)) | sign
-    return tl.where(a == a, code, NAN_CODE).to(tl.uint8)
-
-
-@triton.jit
 def fp8_code(x, power, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """int32 code that x times a power of two rounds to, where nothing saturates: all NaN when the power is.
 

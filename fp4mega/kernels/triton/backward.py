@@ -46,7 +46,7 @@ def attention_backward(
     }  # fmt: skip
     q_bytes, v_bytes = (x.data.element_size() for x in (scores[0][0], factors.v))
     config = row_tile(wide, wide_v, factors.fp8, q_bytes == 1, factors.fp8 and v_bytes == 2)
-    block_rows = config["PARTS"] * config["BLOCK_M"]
+    block_rows = config["BLOCK_M"]
     if not factors.fp8:
         ((q, k, _),) = scores
         key_gradients(q, k, factors, shape, (dk, dv), **common)
@@ -56,7 +56,7 @@ def attention_backward(
         )
         return
     plan = pieces(shape, block_rows, WORKSPACE_BYTES, LEAST_PROGRAMS)
-    form = {"parts": config["PARTS"], "rows": config["BLOCK_M"], "unit_keys": config["BLOCK_N"]}
+    form = {"rows": block_rows, "unit_keys": config["BLOCK_N"]}
     tiles = workspace(plan, shape.heads // shape.kv_heads, like=dq, **form)
     sums: tuple[Tensor | None, Tensor | None] = (None, None)
     if any(piece.first_tile for piece in plan):

@@ -35,10 +35,9 @@ def _products_kernel(
     heads, per_group, rows, keys, dim, dim_v, key_tiles, first_head, head_count, first_tile, tiles, width, left, right, softmax_scale,
     P_EXPONENT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
     FOLDED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_KEYS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_KEYS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """FIRST, LAST: of the pieces that add to these keys; between them sums are float32 [heads of the piece, keys, BLOCK_D or BLOCK_DV]."""
-    ROWS: tl.constexpr = PARTS * BLOCK_M
     local, key_tile = longest_first(tl.program_id(0), key_tiles, head_count, SPAN)
     key = key_tile * BLOCK_N
     bg = first_head + local
@@ -62,8 +61,8 @@ def _products_kernel(
     first, _, _, end = row_range(
         key, diagonal, left, right, length_q, length_k, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, True
     )
-    first = tl.maximum(first, first_tile * ROWS)
-    end = tl.minimum(end, (first_tile + tiles) * ROWS)
+    first = tl.maximum(first, first_tile * BLOCK_M)
+    end = tl.minimum(end, (first_tile + tiles) * BLOCK_M)
     if key >= length_k:
         end = first
     inverse_at = inverse_unit_ptr + (key % 128 + tl.arange(0, BLOCK_N)) // UNIT_KEYS
@@ -73,12 +72,9 @@ def _products_kernel(
         dk_scale = tl.math.div_rn(1.0, tl.load(q_power_ptr + bh))
         for start in tl.range(first, end, BLOCK_M):
             origin, step = slot_line(
-                local * per_group + member, start // ROWS - first_tile, tiles, width, FOLDED
+                local * per_group + member, start // BLOCK_M - first_tile, tiles, width, FOLDED
             )
-            slot = origin + step * (
-                key // 128 - first_slot(start // ROWS * ROWS, diagonal, left, HAS_LEFT)
-            )
-            slot = slot * PARTS + start // BLOCK_M % PARTS
+            slot = origin + step * (key // 128 - first_slot(start, diagonal, left, HAS_LEFT))
             at = slot * 128 + key % 128
             p = load_transposed(p_tiles, at, BLOCK_N, BLOCK_M)
             do = do_across.load([bh * BLOCK_DV, start])
@@ -100,11 +96,12 @@ def _products_kernel(
 
 
 def products_tile(wide: int, wide_v: int, rows: int) -> dict[str, int]:
-    """Keys of a program, warps and stages by head dims and by the rows of a part; SPAN kv heads run together."""
+    """Keys of a program, warps and stages by head dims and the rows of a slot, measured on an H200 at head dim 128; SPAN kv heads run together."""
     if max(wide, wide_v) > 128:
         return {"BLOCK_N": 64, "num_warps": 8, "num_stages": 2, "SPAN": 8}
-    stages = 3 if rows == 128 else 4
-    return {"BLOCK_N": 128, "num_warps": 8, "num_stages": stages, "SPAN": 8}
+    if rows == 64:
+        return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 4, "SPAN": 8}
+    return {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "SPAN": 8}
 
 
 def gradient_products(
@@ -118,7 +115,6 @@ def gradient_products(
     *,
     softmax_scale: float,
     p_exponent: int,
-    parts: int,
     rows: int,
     unit_keys: int,
     first: bool,
@@ -140,5 +136,5 @@ def gradient_products(
         shape.left or 0, shape.right or 0, softmax_scale,
         P_EXPONENT=p_exponent, HAS_LEFT=shape.left is not None, HAS_RIGHT=shape.right is not None,
         BOTTOM_RIGHT=shape.bottom_right, LENGTHS=shape.length_q is not None, FOLDED=is_folded(shape),
-        FIRST=first, LAST=last, PARTS=parts, BLOCK_M=rows, UNIT_KEYS=unit_keys, BLOCK_D=wide, BLOCK_DV=wide_v, **config,
+        FIRST=first, LAST=last, BLOCK_M=rows, UNIT_KEYS=unit_keys, BLOCK_D=wide, BLOCK_DV=wide_v, **config,
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """Tiles of P and dS in 8 bit on their way from the kernel that computes them to the one that multiplies them: where each lies, how many fit.
 
-A slot holds the codes of one or two parts of a tile, BLOCK_M rows and 128 keys each, in blocks of 8 keys by 16 rows (`store_transposed`), rows in
-the order of `in_operand_order`; the inverses of their powers of two, one for every BLOCK_N keys, lie beside them. Slots of a row tile follow one another in a line, as many as any
-row tile has visible key tiles. Under a causal mask a long row tile and a short one share a line, filled from both ends: about half the memory.
+A slot holds the codes of BLOCK_M rows and 128 keys in blocks of 8 keys by 16 rows (`store_transposed`), rows in the order of `in_operand_order`;
+the inverses of their powers of two, one for every BLOCK_N keys, lie beside them. Slots of a row tile follow one another in a line, as many as
+any row tile has visible key tiles. Under a causal mask a long row tile and a short one share a line, filled from both ends: about half the
+memory.
 
 What does not fit into `WORKSPACE_BYTES` is computed in pieces, one after another through the same memory: some kv heads with all their rows,
 or some row tiles of one kv head, whose dK and dV are then added up over the pieces in float32.
@@ -46,7 +47,7 @@ class Piece(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Codes of every slot's parts, uint8 [slots * parts * SLOT_KEYS, BLOCK_M], and the inverse powers of two of dS, float32 [slots * parts, units]."""
+    """Codes, uint8 [slots * SLOT_KEYS, BLOCK_M], and the inverse powers of two of dS, float32 [slots, units of a slot]."""
 
     p: Tensor
     ds: Tensor
@@ -60,10 +61,10 @@ class Workspace(NamedTuple):
 
 
 def workspace(
-    plan: tuple[Piece, ...], per_group: int, like: Tensor, *, parts: int, rows: int, unit_keys: int
+    plan: tuple[Piece, ...], per_group: int, like: Tensor, *, rows: int, unit_keys: int
 ) -> Workspace:
-    """Memory that each of these pieces fits into; row tiles have `parts` parts of `rows` rows, and a power of two for every `unit_keys` keys."""
-    slots = max(piece.heads * piece.lines * piece.width for piece in plan) * per_group * parts
+    """Memory that each of these pieces fits into, in tiles of `rows` rows with a power of two for every `unit_keys` keys."""
+    slots = max(piece.heads * piece.lines * piece.width for piece in plan) * per_group
     p, ds = (like.new_empty((slots * SLOT_KEYS, rows), dtype=torch.uint8) for _ in range(2))
     return Workspace(p, ds, like.new_empty((slots, SLOT_KEYS // unit_keys), dtype=torch.float32))
 

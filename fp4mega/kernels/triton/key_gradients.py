@@ -26,7 +26,7 @@ def _walk_rows(
     MASKED: tl.constexpr, P_FORMAT: tl.constexpr, REPRESENTED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_HIDDEN: tl.constexpr,
     PAD_ROWS: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Everything is transposed, [keys, rows], so that P and dS are left factors as they come out of their products."""
     for start in tl.range(first, end, BLOCK_M):
@@ -97,21 +97,21 @@ def _dk_dv_kernel(
             dk, dv, k, v, q_base, do_base, shift_at, inverse_at, r_at, hidden_at,
             first, bound, softmax_scale_log2, keys_at, diagonal, left, right, length_k,
             rows, sqr, sor, dim, dim_v, True, P_FORMAT, REPRESENTED,
-            HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_QK, PAD_DIM, PAD_DIM_DO, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+            HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_QK, PAD_DIM, PAD_DIM_DO, BLOCK_M, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         if not HAS_HIDDEN:
             dk, dv = _walk_rows(
                 dk, dv, k, v, q_base, do_base, shift_at, inverse_at, r_at, hidden_at,
                 bound, free, softmax_scale_log2, keys_at, diagonal, left, right, length_k,
                 rows, sqr, sor, dim, dim_v, False, P_FORMAT, REPRESENTED,
-                HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_QK, PAD_DIM, PAD_DIM_DO, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_QK, PAD_DIM, PAD_DIM_DO, BLOCK_M, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
         if HAS_LEFT:
             dk, dv = _walk_rows(
                 dk, dv, k, v, q_base, do_base, shift_at, inverse_at, r_at, hidden_at,
                 free, end, softmax_scale_log2, keys_at, diagonal, left, right, length_k,
                 rows, sqr, sor, dim, dim_v, True, P_FORMAT, REPRESENTED,
-                HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_QK, PAD_DIM, PAD_DIM_DO, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                HAS_LEFT, HAS_RIGHT, HAS_HIDDEN, PAD_QK, PAD_DIM, PAD_DIM_DO, BLOCK_M, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
     live = (keys_at < keys)[:, None]
     index = (b.to(tl.int64) * keys + keys_at) * kv_heads + g

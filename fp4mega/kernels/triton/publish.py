@@ -107,21 +107,18 @@ def _amax_kernel(
 @triton.jit
 def _note_maximum(
     x_ptr, hidden_ptr, maxima_at, bh, rows_at, cols, rows, heads, dim, sxb, sxr, sxh, sxd,
-    HIDDEN: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr,
+    HIDDEN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitude of PARTS tiles, the first at `rows_at`, as int32 bits under a sign bit that says it is there."""
-    ROWS: tl.constexpr = rows_at.shape[0]
+    """The largest magnitude of the tile at `rows_at` as int32 bits under a sign bit that says it is there."""
     # As many as a thread loads at once.
     WIDE: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     b, h = bh // heads, bh % heads
-    largest = tl.zeros([ROWS, cols.shape[0] // WIDE], tl.int32)
-    for part in tl.static_range(PARTS):
-        x = load_rows(
-            x_ptr, hidden_ptr, b, h, rows_at + part * ROWS, cols, rows, dim, sxb, sxr, sxh, sxd, HIDDEN, WHOLE
-        )  # fmt: skip
-        few = tl.reshape(bits_of(x) & 0x7FFFFFFF, [ROWS, cols.shape[0] // WIDE, WIDE])
-        largest = tl.maximum(largest, tl.max(few, axis=2))
-    tl.store(maxima_at, tl.max(largest) | -2147483648)
+    x = load_rows(
+        x_ptr, hidden_ptr, b, h, rows_at, cols, rows, dim, sxb, sxr, sxh, sxd, HIDDEN, WHOLE
+    )
+    magnitude = bits_of(x) & 0x7FFFFFFF
+    few = tl.reshape(magnitude, [rows_at.shape[0], cols.shape[0] // WIDE, WIDE])
+    tl.store(maxima_at, tl.max(tl.max(few, axis=2)) | -2147483648)
 
 
 @triton.jit
@@ -154,30 +151,29 @@ def _publish_fp4_kernel(
     x_ptr, hidden_ptr, maxima_ptr, codes_ptr, scale_ptr, global_ptr, largest_ptr, operand_ptr, inexact_ptr,
     sxb, sxr, sxh, sxd, rows, rows_padded, heads, per_group, dim, total, ahead,
     NVFP4: tl.constexpr, HIDDEN: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Codes, block scales, FP32 number, largest represented magnitude (times the FP32 number) and scores operand of PARTS tiles, and the
+    """Codes, block scales, FP32 number, largest represented magnitude (times the FP32 number) and scores operand of a tile, and the
     maximum of the same rows `ahead` heads further on; `total` heads in all.
 
     SWAPPED: rows of the operand, not of the bytes, are at `swap_pairs` of their place. The alignment of `codes_ptr` is kept from the
     compiler so that a thread stores the word that it has made.
     """
-    pid, tiles = tl.program_id(0), rows_padded // (PARTS * BLOCK_R)
+    pid, tiles = tl.program_id(0), rows_padded // BLOCK_R
     tile, next_bh = pid % tiles, pid // tiles
     bh = tl.maximum(next_bh - ahead, 0)
     b, h = bh // heads, bh % heads
-    first_row = tile * (PARTS * BLOCK_R)
+    first_row = tile * BLOCK_R
     rows_at, cols = first_row + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
-    if PARTS == 1:
-        early = load_rows(
-            x_ptr, hidden_ptr, b, h, rows_at, cols, rows, dim, sxb, sxr, sxh, sxd, HIDDEN, WHOLE
-        )
+    x = load_rows(
+        x_ptr, hidden_ptr, b, h, rows_at, cols, rows, dim, sxb, sxr, sxh, sxd, HIDDEN, WHOLE
+    )
     maxima_at = maxima_ptr + bh * tiles
     noted = _noted_maxima(maxima_at, 0, tiles)
     if next_bh < total:
         _note_maximum(
             x_ptr, hidden_ptr, maxima_ptr + pid, next_bh, rows_at, cols, rows, heads, dim, sxb, sxr, sxh, sxd,
-            HIDDEN, WHOLE, PARTS,
+            HIDDEN, WHOLE,
         )  # fmt: skip
     if next_bh < ahead:
         return
@@ -202,34 +198,10 @@ def _publish_fp4_kernel(
         if tile == 0:
             tl.store(largest_ptr + bh, tl.where(finite, bits_of(head_largest), 0x7FC00000))
             tl.store(global_ptr + bh, tl.where(finite, shared, 1.0))
-    if PARTS == 1:
-        _publish_fp4_tile(
-            early, amax, shared, codes_ptr, scale_ptr, largest_ptr, operand_ptr, inexact_ptr,
-            b, h, bh, first_row, cols, rows, rows_padded, heads, per_group, dim, NVFP4, WHOLE, SWAPPED,
-        )  # fmt: skip
-    else:
-        for part in tl.range(0, PARTS, num_stages=1):
-            place = first_row + part * BLOCK_R
-            x = load_rows(
-                x_ptr,
-                hidden_ptr,
-                b,
-                h,
-                rows_at + part * BLOCK_R,
-                cols,
-                rows,
-                dim,
-                sxb,
-                sxr,
-                sxh,
-                sxd,
-                HIDDEN,
-                WHOLE,
-            )
-            _publish_fp4_tile(
-                x, amax, shared, codes_ptr, scale_ptr, largest_ptr, operand_ptr, inexact_ptr,
-                b, h, bh, place, cols, rows, rows_padded, heads, per_group, dim, NVFP4, WHOLE, SWAPPED,
-            )  # fmt: skip
+    _publish_fp4_tile(
+        x, amax, shared, codes_ptr, scale_ptr, largest_ptr, operand_ptr, inexact_ptr,
+        b, h, bh, first_row, cols, rows, rows_padded, heads, per_group, dim, NVFP4, WHOLE, SWAPPED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -468,7 +440,7 @@ def _publish_fp8_kernel(
     if next_bh < total:
         _note_maximum(
             x_ptr, hidden_ptr, maxima_ptr + pid, next_bh, rows_at, cols, rows, heads, dim, sxb, sxr, sxh, sxd,
-            HIDDEN, WHOLE, 1,
+            HIDDEN, WHOLE,
         )  # fmt: skip
     if next_bh < ahead:
         return
@@ -559,12 +531,6 @@ def _row_terms_kernel(
     )  # fmt: skip
 
 
-def in_natural_order(across: Tensor) -> Tensor:
-    """A transposed operand [..., rows] with its rows where they were: the inverse of `in_operand_order`."""
-    groups = across.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2)
-    return groups.flatten(-4)
-
-
 def head_amax(x: Tensor, hidden: Tensor | None) -> Tensor:
     """int32 [B, heads]: bits of the largest magnitude of each head of x [B, rows, heads, dim]."""
     batch, rows, heads, dim = x.shape
@@ -614,8 +580,8 @@ def publish_fp4(
 
     Returns the QTensor's tensors (codes, scale, and for NVFP4 the FP32 number [B, 1, heads, 1]), the largest represented magnitude
     float32 [B, heads] (times that number), the scores operand (BF16, or E4M3 for MXFP4) and what divides it, float32 [B, heads].
-    `inexact` int32 [B, kv heads] is raised where E4M3 does not hold a head's MXFP4 values; it and `maxima` are from `cleared`. With `swapped` the operand's row i is row
-    `swap_pairs(i)` of x.
+    `inexact` int32 [B, kv heads] is raised where E4M3 does not hold a head's MXFP4 values; it and `maxima` are from `cleared`. With `swapped`
+    the operand's row i is row `swap_pairs(i)` of x.
     """
     batch, rows, heads, dim = x.shape
     block, wide, tall = 16 if nvfp4 else 32, padded_dim(dim), padded_rows(rows)
@@ -628,7 +594,7 @@ def publish_fp4(
         largest.zero_()
     operand = new((batch, heads, tall, wide), dtype=torch.bfloat16 if nvfp4 else torch.uint8)
     tile = _fp4_tile(wide)
-    total, ahead, programs = _ahead(x, tile["BLOCK_R"] * tile["PARTS"])
+    total, ahead, programs = _ahead(x, tile["BLOCK_R"])
     _publish_fp4_kernel[programs](
         x, hidden, maxima, codes, scale, shared, largest, operand, inexact,
         *x.stride(), rows, tall, heads, heads // inexact.shape[1], dim, total, ahead,
@@ -640,12 +606,10 @@ def publish_fp4(
 
 
 def _fp4_tile(wide: int) -> dict[str, int]:
-    """Rows of a tile, tiles and warps of a program that publishes 4-bit codes: 32 elements a thread."""
-    return {
-        "BLOCK_R": 32 if wide > 128 else 4096 // wide,
-        "PARTS": 1,
-        "num_warps": 8 if wide > 128 else 4,
-    }
+    """Rows and warps of a program that publishes 4-bit codes: 32 elements a thread."""
+    if wide > 128:
+        return {"BLOCK_R": 32, "num_warps": 8}
+    return {"BLOCK_R": 4096 // wide, "num_warps": 4}
 
 
 def _fp8_tile(wide: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What forward and backward kernels share: loading tiles of an operand, and which keys a row sees."""
+"""What forward and backward kernels share: tiles and the orders of their rows and columns, order of programs, and which keys a row sees."""
 
 # A kernel's arguments have Triton's own types.
 # mypy: allow-untyped-defs
@@ -130,13 +130,6 @@ def longest_first(pid, steps, heads, SPAN: tl.constexpr):
     together = tl.minimum(heads - first, SPAN)
     place = pid - first * steps
     return first + place % together, place // together
-
-
-@triton.jit
-def load_across(base, first, stride, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """[BLOCK_R, BLOCK_C] of a transposed operand [dim, rows]: columns `first` on, all dims."""
-    at, cols = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
-    return tl.load(base + first + at.to(tl.int64)[:, None] * stride + cols[None, :])
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from fp4mega.attention import AttentionPolicy, get_policy
 from fp4mega.attention.policy import _BUILT_IN as BUILT_IN
@@ -49,3 +50,9 @@ def assert_saved_bytes(case: Case, policy: AttentionPolicy) -> None:
         want = quantize(t.cpu(), operand.format, axis=axis, scale_dims=dims).tensors()
         for i, part in enumerate(want):
             assert_bitwise(saved.pop(0).cpu(), part, name=f"{name}[{i}]")
+
+
+def in_natural_order(across: Tensor) -> Tensor:
+    """A transposed operand [..., rows] with its rows where they were: the inverse of the kernels' `in_operand_order`."""
+    groups = across.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2)
+    return groups.flatten(-4)

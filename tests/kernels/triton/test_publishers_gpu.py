@@ -7,7 +7,7 @@ from fp4mega.attention import AttentionPolicy
 from fp4mega.formats import quantize
 from fp4mega.kernels.triton import publish
 from fp4mega.testing import VALUES, Case, assert_bitwise
-from tests.kernels.triton.harness import assert_saved_bytes, policies
+from tests.kernels.triton.harness import assert_saved_bytes, in_natural_order, policies
 from tests.kernels.triton.roundings import check_quotients
 
 pytestmark = [
@@ -58,7 +58,7 @@ def test_operands(values: str, dtype: torch.dtype) -> None:
         fmt, dims = ("nvfp4", (1, 3)) if nvfp4 else ("mxfp4_rceil", None)
         value = quantize(x.q.cpu(), fmt, axis=3, scale_dims=dims).dequantize(torch.float32)
         gradient = quantize(value, "e4m3", axis=3, scale_dims=(1, 3))
-        turned = publish.in_natural_order(across.view(torch.uint8)).cpu()
+        turned = in_natural_order(across.view(torch.uint8)).cpu()
         want = gradient.codes.permute(0, 2, 3, 1)
         turned, want = (t.masked_fill(t == 0x80, 0) if nvfp4 else t for t in (turned, want))
         assert_bitwise(turned, want, name="gradient")
@@ -68,7 +68,7 @@ def test_operands(values: str, dtype: torch.dtype) -> None:
     want = quantize(x.v.cpu(), "e4m3", axis=1, scale_dims=(1, 3))
     for a, b in zip(saved, want.tensors(), strict=True):
         assert_bitwise(a.cpu(), b, name="v")
-    turned = publish.in_natural_order(across.view(torch.uint8)).cpu()
+    turned = in_natural_order(across.view(torch.uint8)).cpu()
     assert_bitwise(turned, want.codes.permute(0, 2, 3, 1), name="v across")
 
 

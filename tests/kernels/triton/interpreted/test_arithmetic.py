@@ -13,12 +13,12 @@ from fp4mega.bench.accumulation import PRODUCTS, run
 from fp4mega.bench.accumulation_kernel import product
 from fp4mega.formats import E2M1, E4M3, E5M2, decode
 from fp4mega.kernels.triton.arithmetic import (
-    code_of,
     e2m1_code,
     e2m1_value,
     e4m3_scale_code,
     e4m3_scale_value,
     e8m0_value,
+    fp8_code,
     rceil_byte,
     round_magnitude,
     sign_for,
@@ -173,8 +173,8 @@ def _device_functions_kernel(
     magnitude = round_magnitude(tl.minimum(tl.abs(x), 6.0), 1, 1)
     code = e2m1_code(magnitude) | sign_for(x, 4)
     tl.store(code4_ptr + at, code.to(tl.uint8), mask=live)
-    magnitude = round_magnitude(tl.minimum(tl.abs(x), 448.0), 3, 7)
-    tl.store(code8_ptr + at, code_of(magnitude, sign_for(x, 8), 3, 7, 0x7F), mask=live)
+    code = fp8_code(tl.minimum(tl.maximum(x, -448.0), 448.0), tl.full([1], 1.0, tl.float32), 3, 7)
+    tl.store(code8_ptr + at, code.to(tl.uint8), mask=live)
     byte = at & 255
     tl.store(value_ptr + at, e2m1_value(byte & 15), mask=live)
     tl.store(e4m3_ptr + at, e4m3_scale_value(byte & 127), mask=live)

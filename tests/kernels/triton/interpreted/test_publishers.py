@@ -10,7 +10,13 @@ from fp4mega.attention import AttentionPolicy
 from fp4mega.formats import quantize
 from fp4mega.kernels.triton import publish
 from fp4mega.testing import VALUES, Case, assert_bitwise
-from tests.kernels.triton.harness import BACKEND, TRAINING, get_policy, policies
+from tests.kernels.triton.harness import (
+    BACKEND,
+    TRAINING,
+    get_policy,
+    in_natural_order,
+    policies,
+)
 
 CASE = Case(
     batch=1, seqlen_q=35, seqlen_k=35, num_heads=2, num_kv_heads=1, head_dim=40, layout="fused_qkv", dtype=torch.bfloat16,
@@ -96,7 +102,7 @@ def test_operands_of_scores_and_of_gradients(fmt: str, values: str) -> None:
         assert_bitwise(again, inexact, name="inexact")
         assert_bitwise(made.view(torch.uint8), operand.view(torch.uint8), name="made again")
         gradient = quantize(scored(x, fmt).float(), "e4m3", axis=3, scale_dims=(1, 3))
-        codes = publish.in_natural_order(across.view(torch.uint8))
+        codes = in_natural_order(across.view(torch.uint8))
         # The quotient by NVFP4's FP32 number loses the sign of a zero, which no product sees.
         turned = codes[:, :, :40, :35]
         want = gradient.codes.permute(0, 2, 3, 1)
@@ -121,14 +127,14 @@ def test_fp8_in_both_orientations(values: str) -> None:
         want = quantize(x, "e4m3", axis=1, scale_dims=(1, 3))
         for a, b in zip(saved, want.tensors(), strict=True):
             assert_bitwise(a, b, name="v")
-        turned = publish.in_natural_order(across.view(torch.uint8))
+        turned = in_natural_order(across.view(torch.uint8))
         assert_bitwise(turned[:, :, :40, :35], want.codes.permute(0, 2, 3, 1), name="v across")
         assert not turned[:, :, 40:].any()
         assert not turned[:, :, :, 35:].any()
         codes, across, power, _ = published_gradient(x)
         want = quantize(x, "e5m2", axis=3, scale_dims=(1, 3))
         straight = codes.view(torch.uint8)
-        turned = publish.in_natural_order(across.view(torch.uint8))
+        turned = in_natural_order(across.view(torch.uint8))
         assert_bitwise(straight[:, :, :35, :40], want.codes.permute(0, 2, 1, 3), name="dO")
         assert_bitwise(turned[:, :, :40, :35], want.codes.permute(0, 2, 3, 1), name="dO across")
         assert_bitwise(power, want.global_scale.flatten(1), name="power of dO")
@@ -140,15 +146,15 @@ WHOLE = CASE.replace(seqlen_q=128, seqlen_k=128, head_dim=32, num_heads=3, num_k
 """Nothing is padding: bytes and codes go out as words."""
 
 
-@pytest.mark.parametrize(("ahead", "parts"), [(1, 2), (1 << 30, 1)])
+@pytest.mark.parametrize("ahead", [1, 1 << 30])
 @pytest.mark.parametrize("values", ["zero_blocks", "denormals", "outlier_channels"])
 @policies("nvfp4_qk_fp8_pv", "mxfp4_qk_fp8_pv")
 def test_whole_tiles_and_maxima_one_head_ahead(
-    policy: AttentionPolicy, values: str, ahead: int, parts: int, monkeypatch: pytest.MonkeyPatch
+    policy: AttentionPolicy, values: str, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Maxima of one head before they are needed, or of all of them before the first; one tile a program, or two."""
+    """Maxima of one head before they are needed, or of all of them before the first."""
     monkeypatch.setattr(publish, "AHEAD_BYTES", ahead)
-    tile = {"BLOCK_R": 32, "PARTS": parts, "num_warps": 4}
+    tile = {"BLOCK_R": 32, "num_warps": 4}
     monkeypatch.setattr(publish, "_fp4_tile", lambda wide: tile)
     case = WHOLE.replace(values=values)
     assert_saved(case, policy)
@@ -170,14 +176,14 @@ def test_whole_tiles_and_maxima_one_head_ahead(
     error = ((exact - want).abs().amax((2, 3)) / want.abs().amax((2, 3)).clamp(min=1e-300))[0]
     assert (error[held] <= (1e-6 if nvfp4 else 0.0)).all()
     gradient = quantize(want.transpose(1, 2).float(), "e4m3", axis=3, scale_dims=(1, 3))
-    turned = publish.in_natural_order(across.view(torch.uint8))
+    turned = in_natural_order(across.view(torch.uint8))
     wanted = gradient.codes.permute(0, 2, 3, 1)
     turned, wanted = (t.masked_fill(t == 0x80, 0) if nvfp4 else t for t in (turned, wanted))
     assert_bitwise(turned, wanted, name="gradient")
     codes, across, power, _ = published_gradient(x.v)
     want = quantize(x.v, "e5m2", axis=3, scale_dims=(1, 3))
     assert_bitwise(codes.view(torch.uint8), want.codes.permute(0, 2, 1, 3), name="dO")
-    turned = publish.in_natural_order(across.view(torch.uint8))
+    turned = in_natural_order(across.view(torch.uint8))
     assert_bitwise(turned, want.codes.permute(0, 2, 3, 1), name="dO across")
     assert_bitwise(power, want.global_scale.flatten(1), name="power of dO")
 
