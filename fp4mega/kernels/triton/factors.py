@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fp4mega.kernels.triton.forward import Operand
+from fp4mega.kernels.triton.forward import Operand, Shape
 
 
 class RowTerms(NamedTuple):
@@ -36,3 +36,13 @@ class Factors(NamedTuple):
     def fp8(self) -> bool:
         """Whether gradient products are 8 bit; otherwise they are BF16."""
         return self.do_across.data is not None
+
+    def padding_flags(self, q: Operand, shape: Shape, wide: int, wide_v: int) -> dict[str, bool]:
+        """Where loads need masks, for the kernels' compiler: operands that do not end with whole tiles or whole rows of `wide` and `wide_v`."""
+        return {
+            "PAD_QK": not q.padded,
+            "PAD_V": not self.v.padded,
+            "PAD_DIM": not q.padded and shape.dim != wide,
+            "PAD_DIM_V": not self.v.padded and shape.dim_v != wide_v,
+            "PAD_DIM_DO": not self.do.padded and shape.dim_v != wide_v,
+        }

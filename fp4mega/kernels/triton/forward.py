@@ -50,6 +50,16 @@ class Shape(NamedTuple):
     length_k: Tensor | None
     """int32 [B] lengths of the sequences of a packed problem."""
 
+    def mask_flags(self) -> dict[str, bool]:
+        """Which limits there are to what a row sees, for the kernels' compiler."""
+        return {
+            "HAS_LEFT": self.left is not None,
+            "HAS_RIGHT": self.right is not None,
+            "BOTTOM_RIGHT": self.bottom_right,
+            "HAS_HIDDEN": self.hidden is not None,
+            "LENGTHS": self.length_q is not None,
+        }
+
 
 @triton.jit
 def _walk_keys(
@@ -292,8 +302,7 @@ def attention_forward(
         shape.batch * shape.heads * shape.rows, shape.left or 0, shape.right or 0, softmax_scale * 1.4426950408889634,
         WHOLE_TILES=whole, SCALED_QK=q.scale is not None, SCALED_V=v.scale is not None, FP8_PV=fp8_pv, P_FORMAT=p_format, INTEGER_MAX=integer_max, REPRESENTED=represented,
         P_EXPONENT=p_exponent, STATISTICS=statistics is not None, SINK=sink is not None, GATE=gate,
-        HAS_LEFT=shape.left is not None, HAS_RIGHT=shape.right is not None, BOTTOM_RIGHT=shape.bottom_right,
-        HAS_HIDDEN=shape.hidden is not None, LENGTHS=shape.length_q is not None,
+        **shape.mask_flags(),
         PAD_ROWS=not q.padded, PAD_KEYS=not k.padded, PAD_DIM=not q.padded and shape.dim != wide,
         PAD_DIM_V=not v.padded and shape.dim_v != wide_v,
         BLOCK_N=tile_n, BLOCK_D=wide, BLOCK_DV=wide_v, **config,

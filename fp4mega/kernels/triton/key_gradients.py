@@ -155,9 +155,6 @@ def key_gradients(
         shape.heads, shape.heads // shape.kv_heads, shape.rows, terms.r.shape[-1], shape.keys, shape.dim, shape.dim_v, tiles,
         shape.left or 0, shape.right or 0, softmax_scale, softmax_scale * 1.4426950408889634,
         P_FORMAT=p_format, REPRESENTED=represented,
-        HAS_LEFT=shape.left is not None, HAS_RIGHT=shape.right is not None, BOTTOM_RIGHT=shape.bottom_right,
-        HAS_HIDDEN=shape.hidden is not None, LENGTHS=shape.length_q is not None,
-        PAD_QK=not q.padded, PAD_V=not v.padded, PAD_DIM=not q.padded and shape.dim != wide,
-        PAD_DIM_V=not v.padded and shape.dim_v != wide_v, PAD_DIM_DO=not do.padded and shape.dim_v != wide_v,
+        **shape.mask_flags(), **factors.padding_flags(q, shape, wide, wide_v),
         BLOCK_D=wide, BLOCK_DV=wide_v, **config,
     )  # fmt: skip

@@ -284,9 +284,6 @@ def row_gradients(
         piece.first_head, piece.heads, piece.first_tile, piece.tiles, piece.width, shape.left or 0, shape.right or 0,
         softmax_scale, softmax_scale * 1.4426950408889634,
         SCALED_QK=q.scale is not None, FP8=factors.fp8, P_FORMAT=p_format, REPRESENTED=represented, P_EXPONENT=p_exponent, GATE=gate,
-        HAS_LEFT=shape.left is not None, HAS_RIGHT=shape.right is not None, BOTTOM_RIGHT=shape.bottom_right,
-        HAS_HIDDEN=shape.hidden is not None, LENGTHS=shape.length_q is not None, FOLDED=is_folded(shape),
-        PAD_QK=not q.padded, PAD_V=not v.padded, PAD_DIM=not q.padded and shape.dim != wide,
-        PAD_DIM_V=not v.padded and shape.dim_v != wide_v, PAD_DIM_DO=not do.padded and shape.dim_v != wide_v,
+        **shape.mask_flags(), FOLDED=is_folded(shape), **factors.padding_flags(q, shape, wide, wide_v),
         BLOCK_D=wide, BLOCK_DV=wide_v, SPAN=SPAN, **config,
     )  # fmt: skip
