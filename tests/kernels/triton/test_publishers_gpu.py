@@ -7,7 +7,12 @@ from fp4mega.attention import AttentionPolicy
 from fp4mega.formats import quantize
 from fp4mega.kernels.triton import publish
 from fp4mega.testing import VALUES, Case, assert_bitwise
-from tests.kernels.triton.harness import assert_saved_bytes, in_natural_order, policies
+from tests.kernels.triton.harness import (
+    assert_expanded,
+    assert_saved_bytes,
+    in_natural_order,
+    policies,
+)
 from tests.kernels.triton.roundings import check_quotients
 
 pytestmark = [
@@ -49,20 +54,9 @@ def test_operands(values: str, dtype: torch.dtype) -> None:
         saved, largest, operand, _ = publish.publish_fp4(
             x.q, None, nvfp4=nvfp4, inexact=inexact, maxima=maxima
         )
-        again = torch.zeros_like(inexact)
-        made, across, power = publish.expand_fp4(
-            saved, largest, 128, nvfp4=nvfp4, scores="bf16" if nvfp4 else "e4m3", gradient=True, inexact=again,
-        )  # fmt: skip
-        assert_bitwise(again, inexact, name="inexact")
-        assert_bitwise(made.view(torch.uint8), operand.view(torch.uint8), name="made again")
         fmt, dims = ("nvfp4", (1, 3)) if nvfp4 else ("mxfp4_rceil", None)
         value = quantize(x.q.cpu(), fmt, axis=3, scale_dims=dims).dequantize(torch.float32)
-        gradient = quantize(value, "e4m3", axis=3, scale_dims=(1, 3))
-        turned = in_natural_order(across.view(torch.uint8)).cpu()
-        want = gradient.codes.permute(0, 2, 3, 1)
-        turned, want = (t.masked_fill(t == 0x80, 0) if nvfp4 else t for t in (turned, want))
-        assert_bitwise(turned, want, name="gradient")
-        assert_bitwise(power.cpu(), gradient.global_scale.flatten(1), name="power")
+        assert_expanded(saved, largest, operand, inexact, value, nvfp4=nvfp4)
     (_, maxima) = publish.cleared((1, 1), x.v)
     saved, across = publish.publish_v(x.v, None, maxima)
     want = quantize(x.v.cpu(), "e4m3", axis=1, scale_dims=(1, 3))

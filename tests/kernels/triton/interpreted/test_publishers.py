@@ -11,8 +11,9 @@ from fp4mega.formats import quantize
 from fp4mega.kernels.triton import publish
 from fp4mega.testing import VALUES, Case, assert_bitwise
 from tests.kernels.triton.harness import (
-    BACKEND,
     TRAINING,
+    assert_expanded,
+    assert_saved_bytes,
     get_policy,
     in_natural_order,
     policies,
@@ -24,29 +25,16 @@ CASE = Case(
 FOUR_BIT = tuple(n for n in TRAINING if n != "bf16" and "-" not in n)
 
 
-def assert_saved(case: Case, policy: AttentionPolicy) -> None:
-    x = case.make()
-    saved = list(BACKEND.forward(x.q, x.k, x.v, x.side, case.problem, policy).saved)
-    for name, t in (("q", x.q), ("k", x.k), ("v", x.v)):
-        if x.side.key_padding_mask is not None and name != "q":
-            t = t.masked_fill(x.side.key_padding_mask[..., None, None], 0)
-        operand = policy.operands[policy.backward_v if name == "v" else name]
-        dims = (1, 3) if operand.scope else None
-        want = quantize(t, operand.format, axis=1 if name == "v" else 3, scale_dims=dims)
-        for i, part in enumerate(want.tensors()):
-            assert_bitwise(saved.pop(0), part, name=f"{case.values} {name}[{i}]")
-
-
 @pytest.mark.parametrize("values", VALUES)
 @policies("nvfp4_qk_fp8_pv", "mxfp4_qk_fp8_pv")
 def test_saved_bytes(policy: AttentionPolicy, values: str) -> None:
-    assert_saved(CASE.replace(values=values), policy)
+    assert_saved_bytes(CASE.replace(values=values), policy, "cpu")
 
 
 @policies(*(n for n in FOUR_BIT if n not in ("nvfp4_qk_fp8_pv", "mxfp4_qk_fp8_pv")))
 @pytest.mark.parametrize("values", ["zero_blocks"])
 def test_saved_bytes_of_other_policies(policy: AttentionPolicy, values: str) -> None:
-    assert_saved(CASE.replace(values=values), policy)
+    assert_saved_bytes(CASE.replace(values=values), policy, "cpu")
 
 
 @policies("nvfp4_qk_fp8_pv", "mxfp4_qk_fp8_pv")
@@ -62,7 +50,7 @@ def test_saved_bytes_of_other_policies(policy: AttentionPolicy, values: str) -> 
 def test_saved_bytes_of_hidden_keys_odd_dims_and_float16(
     policy: AttentionPolicy, case: Case
 ) -> None:
-    assert_saved(case, policy)
+    assert_saved_bytes(case, policy, "cpu")
 
 
 def scored(x: Tensor, fmt: str) -> Tensor:
@@ -95,22 +83,7 @@ def test_operands_of_scores_and_of_gradients(fmt: str, values: str) -> None:
         assert not nvfp4 or held.all()
         assert not operand[:, :, 35:].view(torch.uint8).any()
         assert not operand[:, :, :, 40:].contiguous().view(torch.uint8).any()
-        again = torch.zeros_like(inexact)
-        made, across, power = publish.expand_fp4(
-            saved, largest, 40, nvfp4=nvfp4, scores="bf16" if nvfp4 else "e4m3", gradient=True, inexact=again,
-        )  # fmt: skip
-        assert_bitwise(again, inexact, name="inexact")
-        assert_bitwise(made.view(torch.uint8), operand.view(torch.uint8), name="made again")
-        gradient = quantize(scored(x, fmt).float(), "e4m3", axis=3, scale_dims=(1, 3))
-        codes = in_natural_order(across.view(torch.uint8))
-        # The quotient by NVFP4's FP32 number loses the sign of a zero, which no product sees.
-        turned = codes[:, :, :40, :35]
-        want = gradient.codes.permute(0, 2, 3, 1)
-        turned, want = (t.masked_fill(t == 0x80, 0) if nvfp4 else t for t in (turned, want))
-        assert_bitwise(turned, want, name="gradient")
-        assert_bitwise(power, gradient.global_scale.flatten(1), name="power")
-        assert not codes[:, :, 40:].any()
-        assert not codes[:, :, :, 35:].any()
+        assert_expanded(saved, largest, operand, inexact, scored(x, fmt).float(), nvfp4=nvfp4)
 
 
 def published_gradient(dout: Tensor):
@@ -157,29 +130,19 @@ def test_whole_tiles_and_maxima_one_head_ahead(
     tile = {"BLOCK_R": 32, "num_warps": 4}
     monkeypatch.setattr(publish, "_fp4_tile", lambda wide: tile)
     case = WHOLE.replace(values=values)
-    assert_saved(case, policy)
+    assert_saved_bytes(case, policy, "cpu")
     x = case.make()
     nvfp4 = policy.operands["q"].format == "nvfp4"
     inexact, maxima = publish.cleared((1, 3), x.q)
     saved, largest, operand, divisor = publish.publish_fp4(
         x.q, None, nvfp4=nvfp4, inexact=inexact, maxima=maxima
     )
-    again = torch.zeros_like(inexact)
-    made, across, power = publish.expand_fp4(
-        saved, largest, 32, nvfp4=nvfp4, scores="bf16" if nvfp4 else "e4m3", gradient=True, inexact=again,
-    )  # fmt: skip
-    assert_bitwise(again, inexact, name="inexact")
-    assert_bitwise(made.view(torch.uint8), operand.view(torch.uint8), name="made again")
     want = scored(x.q, policy.operands["q"].format).transpose(1, 2)
     exact = operand.double() / divisor.double()[..., None, None]
     held = inexact[0] == 0
     error = ((exact - want).abs().amax((2, 3)) / want.abs().amax((2, 3)).clamp(min=1e-300))[0]
     assert (error[held] <= (1e-6 if nvfp4 else 0.0)).all()
-    gradient = quantize(want.transpose(1, 2).float(), "e4m3", axis=3, scale_dims=(1, 3))
-    turned = in_natural_order(across.view(torch.uint8))
-    wanted = gradient.codes.permute(0, 2, 3, 1)
-    turned, wanted = (t.masked_fill(t == 0x80, 0) if nvfp4 else t for t in (turned, wanted))
-    assert_bitwise(turned, wanted, name="gradient")
+    assert_expanded(saved, largest, operand, inexact, want.transpose(1, 2).float(), nvfp4=nvfp4)
     codes, across, power, _ = published_gradient(x.v)
     want = quantize(x.v, "e5m2", axis=3, scale_dims=(1, 3))
     assert_bitwise(codes.view(torch.uint8), want.codes.permute(0, 2, 1, 3), name="dO")
@@ -252,7 +215,7 @@ def test_what_is_not_finite_stays_in_its_head_or_block(
 
 @policies("nvfp4_qk_fp8_pv", "mxfp4_qk_fp8_pv")
 def test_a_stride_zero_input(policy: AttentionPolicy) -> None:
-    assert_saved(CASE.replace(layout="expanded", batch=2), policy)
+    assert_saved_bytes(CASE.replace(layout="expanded", batch=2), policy, "cpu")
 
 
 def test_the_policies_are_there() -> None:
