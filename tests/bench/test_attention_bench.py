@@ -138,8 +138,10 @@ def test_the_least_that_publishers_move():
 def test_launches_count_each_tensor_once_and_idle_ones_not_at_all():
     launches = traffic.Launches()
     x, y = torch.zeros(10, dtype=torch.bfloat16), torch.zeros(4, 4)
-    launches.add("_amax_kernel", "fp4mega.kernels.triton.publish", (x, x, 3, None, y), idle=False)
-    launches.add("_amax_kernel", "fp4mega.kernels.triton.publish", (x,), idle=False)
+    launches.add(
+        "_amax_kernel", "fp4mega.kernels.triton.publish_input", (x, x, 3, None, y), idle=False
+    )
+    launches.add("_amax_kernel", "fp4mega.kernels.triton.publish_input", (x,), idle=False)
     launches.add("_expand", "fp4mega.kernels.triton.publish_values", (y,), idle=True)
     launches.add("_forward_kernel", "fp4mega.kernels.triton.forward", ((x, (y,)),), idle=False)
     assert launches.bytes == {"_amax_kernel": 20 + 64 + 20, "_expand": 0, "_forward_kernel": 84}

@@ -174,7 +174,7 @@ class _Call:
 
     def tiles(self) -> dict[str, Any]:
         """Keyword arguments that every attention kernel takes."""
-        from fp4mega.kernels.triton.publish import padded_dim
+        from fp4mega.kernels.triton.publish_input import padded_dim
 
         return {
             "softmax_scale": self.problem.softmax_scale,
@@ -187,7 +187,7 @@ class _Call:
     def publish_v(self, v: Tensor, maxima: Tensor) -> "tuple[list[Tensor], Operand]":
         """The bytes of V that backward reads, and V as the forward multiplies it: E4M3 with P in E4M3, otherwise BF16."""
         from fp4mega.kernels.triton.forward import padded_operand
-        from fp4mega.kernels.triton.publish import publish_v
+        from fp4mega.kernels.triton.publish_fp8 import publish_v
         from fp4mega.kernels.triton.publish_values import publish_values
 
         if self.fp8_pv:
@@ -205,7 +205,8 @@ class _Call:
 
 def _forward(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
     from fp4mega.kernels.triton import forward as kernels
-    from fp4mega.kernels.triton import publish
+    from fp4mega.kernels.triton.publish_fp4 import publish_fp4
+    from fp4mega.kernels.triton.publish_input import cleared
 
     shape, policy, dtype = call.shape, call.policy, q.dtype
     q, k, v = call.enter_rows(q), call.enter_keys(k), call.enter_keys(v)
@@ -229,12 +230,12 @@ def _forward(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
         kernels.attention_forward(*operands, shape, results, **arguments)
         largest: list[Tensor] = []
     else:
-        inexact, *maxima = publish.cleared((shape.batch, shape.kv_heads), q, k, v)
+        inexact, *maxima = cleared((shape.batch, shape.kv_heads), q, k, v)
         nvfp4 = call.nvfp4
-        q_saved, q_largest, q_operand, q_scale = publish.publish_fp4(
+        q_saved, q_largest, q_operand, q_scale = publish_fp4(
             q, None, nvfp4=nvfp4, inexact=inexact, maxima=maxima[0]
         )
-        k_saved, k_largest, k_operand, k_scale = publish.publish_fp4(
+        k_saved, k_largest, k_operand, k_scale = publish_fp4(
             k, shape.hidden, nvfp4=nvfp4, inexact=inexact, maxima=maxima[1]
         )
         v_saved, v_factor = call.publish_v(v, maxima[2])
@@ -262,7 +263,8 @@ def _direct_p(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
     """The forward of a Direct-P policy; keys in the policy's order, sampled ones first."""
     from fp4mega.kernels.triton.direct_p import direct_p_forward, swapped_keys
     from fp4mega.kernels.triton.forward import padded_operand
-    from fp4mega.kernels.triton.publish import cleared, publish_fp4
+    from fp4mega.kernels.triton.publish_fp4 import publish_fp4
+    from fp4mega.kernels.triton.publish_input import cleared
     from fp4mega.kernels.triton.publish_values import publish_values
 
     shape, rule, dtype = call.shape, call.policy.direct_p, q.dtype
@@ -318,7 +320,7 @@ def _scores_in_bf16(
 ) -> "tuple[Operand, Operand]":
     """Q and K of the heads whose MXFP4 values E4M3 does not hold, in BF16, which holds all of them."""
     from fp4mega.kernels.triton.forward import padded_operand
-    from fp4mega.kernels.triton.publish import expand_fp4
+    from fp4mega.kernels.triton.publish_fp4 import expand_fp4
 
     operands = []
     for first, amax in ((0, largest[0]), (2, largest[1])):
@@ -339,7 +341,6 @@ def _backward(
     inputs: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> Gradients:
     from fp4mega.kernels.triton import factors as parts
-    from fp4mega.kernels.triton import publish
     from fp4mega.kernels.triton.backward import attention_backward
     from fp4mega.kernels.triton.center import center
     from fp4mega.kernels.triton.forward import (
@@ -349,6 +350,9 @@ def _backward(
         padded_operand,
         strided_operand,
     )
+    from fp4mega.kernels.triton.publish_fp4 import expand_fp4
+    from fp4mega.kernels.triton.publish_fp8 import Rows, publish_dout, row_terms
+    from fp4mega.kernels.triton.publish_input import cleared
     from fp4mega.kernels.triton.publish_values import expand_values
 
     shape, policy, dtype = call.shape, call.policy, call.outer.dtype
@@ -370,9 +374,7 @@ def _backward(
         q, k, v = inputs
         assert q is not None and k is not None and v is not None  # noqa: PT018 - one invariant
         q, k, v = call.enter_rows(q), call.enter_keys(k), call.enter_keys(v)
-        terms = parts.RowTerms(
-            *publish.row_terms(dout, publish.Rows(out, dlse, lse, statistics, p_exponent))
-        )
+        terms = parts.RowTerms(*row_terms(dout, Rows(out, dlse, lse, statistics, p_exponent)))
         nothing = parts.Across(None, None)
         factors = parts.Factors(
             call.bf16(v, is_key=True), call.bf16(dout), nothing, nothing, nothing, terms
@@ -385,13 +387,13 @@ def _backward(
         nvfp4 = call.nvfp4
         count = 3 if nvfp4 else 2
         q_saved, k_saved, v_saved = saved[:count], saved[count : 2 * count], saved[2 * count :]
-        inexact, maxima = publish.cleared((shape.batch, shape.kv_heads), dout)
-        do, do_across, do_power, of_rows = publish.publish_dout(
-            dout, maxima, publish.Rows(out, dlse, lse, statistics, p_exponent)
+        inexact, maxima = cleared((shape.batch, shape.kv_heads), dout)
+        do, do_across, do_power, of_rows = publish_dout(
+            dout, maxima, Rows(out, dlse, lse, statistics, p_exponent)
         )
         terms = parts.RowTerms(*of_rows)
         expanded = [
-            publish.expand_fp4(
+            expand_fp4(
                 bytes_,
                 amax,
                 shape.dim,

@@ -28,7 +28,7 @@ from fp4mega.kernels.triton.arithmetic import (
     sign_for,
     with_sign,
 )
-from fp4mega.kernels.triton.publish import head_amax, load_rows, padded_dim, padded_rows
+from fp4mega.kernels.triton.publish_input import head_amax, load_rows, padded_dim, padded_rows
 from fp4mega.kernels.triton.tiles import swap_pairs
 
 BLOCK = 32

@@ -60,7 +60,7 @@ def assert_expanded(
     """`expand_fp4` of what `publish_fp4` returned makes its scores operand and its flags again, and the E4M3 codes, transposed, of the
     represented `values`, float32 [B, rows, heads, dim] on the CPU.
     """
-    from fp4mega.kernels.triton.publish import expand_fp4
+    from fp4mega.kernels.triton.publish_fp4 import expand_fp4
 
     rows, dim = values.shape[1], values.shape[3]
     again = torch.zeros_like(inexact)

@@ -5,7 +5,9 @@ import torch
 
 from fp4mega.attention import AttentionPolicy
 from fp4mega.formats import quantize
-from fp4mega.kernels.triton import publish
+from fp4mega.kernels.triton.publish_fp4 import publish_fp4
+from fp4mega.kernels.triton.publish_fp8 import Rows, publish_dout, publish_v
+from fp4mega.kernels.triton.publish_input import cleared
 from fp4mega.testing import VALUES, Case, assert_bitwise
 from tests.kernels.triton.harness import (
     assert_expanded,
@@ -50,15 +52,15 @@ def test_operands(values: str, dtype: torch.dtype) -> None:
     """Straight and transposed operands are the codes of `quantize` on the CPU; those made again from the bytes are those made with them."""
     x = WHOLE.replace(values=values, dtype=dtype).make(device="cuda")
     for nvfp4 in (True, False):
-        inexact, maxima = publish.cleared((2, 4), x.q)
-        saved, largest, operand, _ = publish.publish_fp4(
+        inexact, maxima = cleared((2, 4), x.q)
+        saved, largest, operand, _ = publish_fp4(
             x.q, None, nvfp4=nvfp4, inexact=inexact, maxima=maxima
         )
         fmt, dims = ("nvfp4", (1, 3)) if nvfp4 else ("mxfp4_rceil", None)
         value = quantize(x.q.cpu(), fmt, axis=3, scale_dims=dims).dequantize(torch.float32)
         assert_expanded(saved, largest, operand, inexact, value, nvfp4=nvfp4)
-    (_, maxima) = publish.cleared((1, 1), x.v)
-    saved, across = publish.publish_v(x.v, None, maxima)
+    (_, maxima) = cleared((1, 1), x.v)
+    saved, across = publish_v(x.v, None, maxima)
     want = quantize(x.v.cpu(), "e4m3", axis=1, scale_dims=(1, 3))
     for a, b in zip(saved, want.tensors(), strict=True):
         assert_bitwise(a.cpu(), b, name="v")
@@ -67,11 +69,9 @@ def test_operands(values: str, dtype: torch.dtype) -> None:
 
 
 def published(x: torch.Tensor) -> list[torch.Tensor]:
-    inexact, *maxima = publish.cleared((x.shape[0], x.shape[2]), x, x)
-    saved, largest, operand, _ = publish.publish_fp4(
-        x, None, nvfp4=True, inexact=inexact, maxima=maxima[0]
-    )
-    (codes, power), across = publish.publish_v(x, None, maxima[1])
+    inexact, *maxima = cleared((x.shape[0], x.shape[2]), x, x)
+    saved, largest, operand, _ = publish_fp4(x, None, nvfp4=True, inexact=inexact, maxima=maxima[0])
+    (codes, power), across = publish_v(x, None, maxima[1])
     return [*saved, largest, operand.view(torch.int16), codes, power, across.view(torch.uint8)]
 
 
@@ -81,7 +81,7 @@ def test_heads_that_wait_for_their_maximum(
     shape: tuple[int, ...], ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bits 20 times over, whatever the lead of the maxima, on two streams at once as well; heads differ by powers of two."""
-    monkeypatch.setattr(publish, "AHEAD_BYTES", ahead)
+    monkeypatch.setattr("fp4mega.kernels.triton.publish_input.AHEAD_BYTES", ahead)
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(shape, generator=generator, device="cuda")
     heads = torch.arange(shape[2], device="cuda")
@@ -116,9 +116,9 @@ def test_row_terms(rows: int, represented: bool) -> None:
     )
     lse, dlse = (torch.randn((2, 3, rows), generator=generator, device="cuda") for _ in range(2))
     statistics = torch.rand((2, 2, 3, rows), generator=generator, device="cuda") + 0.5
-    given = publish.Rows(out, dlse, lse, statistics if represented else None, 8)
-    (_, maxima) = publish.cleared((1, 1), dout)
-    codes, _, _, (shift, inverse, r) = publish.publish_dout(dout, maxima, given)
+    given = Rows(out, dlse, lse, statistics if represented else None, 8)
+    (_, maxima) = cleared((1, 1), dout)
+    codes, _, _, (shift, inverse, r) = publish_dout(dout, maxima, given)
     seen = quantize(dout.cpu(), "e5m2", axis=3, scale_dims=(1, 3))
     straight = codes.view(torch.uint8)[:, :, :rows].cpu()
     assert_bitwise(straight, seen.codes.permute(0, 2, 1, 3), name="dO")

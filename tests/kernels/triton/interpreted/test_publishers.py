@@ -8,7 +8,9 @@ from triton.runtime import interpreter
 
 from fp4mega.attention import AttentionPolicy
 from fp4mega.formats import quantize
-from fp4mega.kernels.triton import publish
+from fp4mega.kernels.triton.publish_fp4 import publish_fp4
+from fp4mega.kernels.triton.publish_fp8 import Rows, publish_dout, publish_v
+from fp4mega.kernels.triton.publish_input import cleared
 from fp4mega.testing import VALUES, Case, assert_bitwise
 from tests.kernels.triton.harness import (
     TRAINING,
@@ -69,8 +71,8 @@ def test_operands_of_scores_and_of_gradients(fmt: str, values: str) -> None:
     """The operand is the represented value exactly; made again from the bytes it is the same; the transposed E4M3 one is `quantize`'s."""
     nvfp4 = fmt == "nvfp4"
     for x in tensors(values):
-        inexact, maxima = publish.cleared((1, x.shape[2]), x)
-        saved, largest, operand, divisor = publish.publish_fp4(
+        inexact, maxima = cleared((1, x.shape[2]), x)
+        saved, largest, operand, divisor = publish_fp4(
             x, None, nvfp4=nvfp4, inexact=inexact, maxima=maxima
         )
         want = scored(x, fmt).transpose(1, 2)
@@ -89,14 +91,14 @@ def test_operands_of_scores_and_of_gradients(fmt: str, values: str) -> None:
 def published_gradient(dout: Tensor):
     batch, rows, heads, _ = dout.shape
     lse = torch.zeros((batch, heads, rows))
-    given = publish.Rows(torch.zeros_like(dout), None, lse, None, 0)
-    return publish.publish_dout(dout, publish.cleared((1, 1), dout)[1], given)
+    given = Rows(torch.zeros_like(dout), None, lse, None, 0)
+    return publish_dout(dout, cleared((1, 1), dout)[1], given)
 
 
 @pytest.mark.parametrize("values", ["huge_v", "denormals", "zeros"])
 def test_fp8_in_both_orientations(values: str) -> None:
     for x in tensors(values):
-        saved, across = publish.publish_v(x, None, publish.cleared((1, 1), x)[1])
+        saved, across = publish_v(x, None, cleared((1, 1), x)[1])
         want = quantize(x, "e4m3", axis=1, scale_dims=(1, 3))
         for a, b in zip(saved, want.tensors(), strict=True):
             assert_bitwise(a, b, name="v")
@@ -126,15 +128,15 @@ def test_whole_tiles_and_maxima_one_head_ahead(
     policy: AttentionPolicy, values: str, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Maxima of one head before they are needed, or of all of them before the first."""
-    monkeypatch.setattr(publish, "AHEAD_BYTES", ahead)
+    monkeypatch.setattr("fp4mega.kernels.triton.publish_input.AHEAD_BYTES", ahead)
     tile = {"BLOCK_R": 32, "num_warps": 4}
-    monkeypatch.setattr(publish, "_fp4_tile", lambda wide: tile)
+    monkeypatch.setattr("fp4mega.kernels.triton.publish_fp4._fp4_tile", lambda wide: tile)
     case = WHOLE.replace(values=values)
     assert_saved_bytes(case, policy, "cpu")
     x = case.make()
     nvfp4 = policy.operands["q"].format == "nvfp4"
-    inexact, maxima = publish.cleared((1, 3), x.q)
-    saved, largest, operand, divisor = publish.publish_fp4(
+    inexact, maxima = cleared((1, 3), x.q)
+    saved, largest, operand, divisor = publish_fp4(
         x.q, None, nvfp4=nvfp4, inexact=inexact, maxima=maxima
     )
     want = scored(x.q, policy.operands["q"].format).transpose(1, 2)
@@ -162,9 +164,9 @@ def test_row_terms_come_with_the_published_output_gradient(case: Case, represent
     lse[0, 0, 3] = -torch.inf
     statistics = torch.rand((2, batch, heads, rows), generator=generator) + 0.5
     statistics[1, 0, 0, 3] = 0.0
-    given = publish.Rows(out, dlse, lse, statistics if represented else None, 8)
-    maxima = publish.cleared((1, 1), dout)[1]
-    _, _, _, (shift, inverse, r) = publish.publish_dout(dout, maxima, given)
+    given = Rows(out, dlse, lse, statistics if represented else None, 8)
+    maxima = cleared((1, 1), dout)[1]
+    _, _, _, (shift, inverse, r) = publish_dout(dout, maxima, given)
     seen = quantize(dout, "e5m2", axis=3, scale_dims=(1, 3)).dequantize(torch.float64)
     want = ((out.double() * seen).sum(-1).transpose(1, 2) - dlse.double()) / 256
     assert (r[..., :rows] - want).abs().max() < 2e-6 * want.abs().max()
@@ -198,17 +200,15 @@ def test_what_is_not_finite_stays_in_its_head_or_block(
     x[0, 7, 2, 3] = -torch.inf
     x[0, 11], x[0, 12] = 0.0, -0.0
     for fmt, dims in (("nvfp4", (1, 3)), ("mxfp4_rceil", None)):
-        inexact, maxima = publish.cleared((1, 4), x)
+        inexact, maxima = cleared((1, 4), x)
         nvfp4 = fmt == "nvfp4"
-        saved, largest, *_ = publish.publish_fp4(
-            x, None, nvfp4=nvfp4, inexact=inexact, maxima=maxima
-        )
+        saved, largest, *_ = publish_fp4(x, None, nvfp4=nvfp4, inexact=inexact, maxima=maxima)
         want = quantize(x, fmt, axis=3, scale_dims=dims).tensors()
         for i, (a, b) in enumerate(zip(saved, want, strict=True)):
             assert_bitwise(a, b, name=f"{fmt}[{i}]")
         assert largest.isfinite().tolist() == [[True, False, False, True]]
         assert nvfp4 or inexact.bool().tolist() == [[False, True, True, False]]
-    saved, _ = publish.publish_v(x, None, publish.cleared((1, 1), x)[1])
+    saved, _ = publish_v(x, None, cleared((1, 1), x)[1])
     for a, b in zip(saved, quantize(x, "e4m3", axis=1, scale_dims=(1, 3)).tensors(), strict=True):
         assert_bitwise(a, b, name="v")
 
