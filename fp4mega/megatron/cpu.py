@@ -20,6 +20,7 @@ The last row makes Megatron's own device checks pass unexamined: a CPU run says 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
@@ -46,7 +47,9 @@ def adapt_to_cpu() -> None:
     with ExitStack() as stack:
         _answer_cuda_calls(stack)
         mode = _CudaToCpu()
-        stack.enter_context(_replaced(torch.autograd, "_engine_run_backward", mode.also_backward()))
+        stack.enter_context(
+            patch.object(torch.autograd, "_engine_run_backward", mode.also_backward())
+        )
         stack.enter_context(mode)
         _active = stack.pop_all()
 
@@ -88,25 +91,11 @@ def _answer_cuda_calls(stack: ExitStack) -> None:
         (megatron_random, "_set_cuda_rng_state", None),
     ]
     for owner, name, answer in answers:
-        stack.enter_context(_replaced(owner, name, constant(answer)))
+        stack.enter_context(patch.object(owner, name, constant(answer)))
     if not isinstance(multi_latent_attention.TELinear, type):
-        stack.enter_context(_replaced(multi_latent_attention, "HAVE_TE", False))
+        stack.enter_context(patch.object(multi_latent_attention, "HAVE_TE", False))
     if not hasattr(moe_utils, "te_general_gemm"):
-        stack.enter_context(_replaced(moe_utils, "te_general_gemm", None))
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    missing = object()
-    original = getattr(owner, name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if original is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
+        stack.enter_context(patch.object(moe_utils, "te_general_gemm", None, create=True))
 
 
 class _CudaToCpu(TorchFunctionMode):

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -182,16 +183,6 @@ class _OnMeta(TorchFunctionMode):
         return run
 
 
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
 def _equal_everywhere(gathered: list[Any], mine: Any, group: Any = None) -> None:
     gathered[:] = [mine] * len(gathered)
 
@@ -241,15 +232,15 @@ def imagined_process(recipe: Recipe, rank: int, world_size: int) -> Iterator[Met
         # A GPU that exists is not touched: every device argument is the meta device's.
         stack.enter_context(nullcontext() if torch.cuda.is_available() else adapted_to_cpu())
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(_replaced(torch.distributed, "new_group", without_peers))
-        stack.enter_context(_replaced(torch.distributed, "all_gather_object", _equal_everywhere))
-        stack.enter_context(_replaced(torch.distributed, "batch_isend_irecv", _one_by_one))
+        stack.enter_context(patch.object(torch.distributed, "new_group", without_peers))
+        stack.enter_context(patch.object(torch.distributed, "all_gather_object", _equal_everywhere))
+        stack.enter_context(patch.object(torch.distributed, "batch_isend_irecv", _one_by_one))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         # The meta device has no autocast, not even one to turn off.
-        stack.enter_context(_replaced(torch, "autocast", lambda *args, **kwargs: nullcontext()))
+        stack.enter_context(patch.object(torch, "autocast", lambda *args, **kwargs: nullcontext()))
         # Under context parallelism attention runs as torch operators, tile by tile: hours for a long sequence. What the tiles
         # need is gone when they are done, so none is visited.
-        stack.enter_context(_replaced(Call, "tiles", ()))
+        stack.enter_context(patch.object(Call, "tiles", ()))
         torch.distributed.init_process_group(
             "fake", store=FakeStore(), rank=rank, world_size=world_size
         )
@@ -258,6 +249,8 @@ def imagined_process(recipe: Recipe, rank: int, world_size: int) -> Iterator[Met
         stack.callback(parallel_state.destroy_model_parallel)
         seed_everything(recipe.train.seed, torch.device("cpu"))
         mode = _OnMeta()
-        stack.enter_context(_replaced(torch.autograd, "_engine_run_backward", mode.also_backward()))
+        stack.enter_context(
+            patch.object(torch.autograd, "_engine_run_backward", mode.also_backward())
+        )
         stack.enter_context(mode)
         yield stack.enter_context(Meter())
