@@ -27,7 +27,8 @@ def world_size_in(path):
 
 def test_the_promised_recipes_are_there():
     studies = {
-        *("study_1m", "study_30m", "study_30m_edges", "study_30m_high", "study_30m_4k"),
+        *("study_1m", "study_1m_edges", "study_1m_high"),
+        *("study_30m", "study_30m_edges", "study_30m_high", "study_30m_4k"),
         "study_30m_small_batch",
         *("study_125m", "study_350m"),
     }
