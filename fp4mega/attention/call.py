@@ -65,13 +65,8 @@ class Call:
         return [(t, start, min(start + step, keys)) for t, start in enumerate(range(0, keys, step))]
 
     def enter(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Dense and with hidden rows zeroed: what nobody may see must not reach a scale."""
-        q, k, v = self.enter_rows(q), self._enter_keys(k), self._enter_keys(v)
-        hidden = self.mask.hidden_keys()
-        if hidden is not None:
-            k = k.masked_fill(hidden[..., None, None], 0)
-            v = v.masked_fill(hidden[..., None, None], 0)
-        return q, k, v
+        """Dense, keys in the policy's order."""
+        return self.enter_rows(q), self._enter_keys(k), self._enter_keys(v)
 
     def enter_rows(self, x: Tensor) -> Tensor:
         return x if self.pack_q is None else self.pack_q.pad(x)
@@ -80,7 +75,11 @@ class Call:
         return x if self.pack_q is None else self.pack_q.unpad(x, self.outer.seqlen_q)
 
     def _enter_keys(self, x: Tensor) -> Tensor:
+        """With hidden keys zeroed: what nobody may see must not reach a scale."""
         x = x if self.pack_k is None else self.pack_k.pad(x)
+        hidden = self.mask.hidden_keys()
+        if hidden is not None:
+            x = x.masked_fill(hidden[..., None, None], 0)
         order = self.order(x.device)
         return x if order is None else x[:, order]
 
@@ -177,8 +176,5 @@ class Call:
                 f"{name} is unquantized under {self.policy.name}, so the caller must hand it back"
             )
             x = self.enter_rows(x) if name == "q" else self._enter_keys(x)
-            hidden = self.mask.hidden_keys() if name != "q" else None
-            if hidden is not None:
-                x = x.masked_fill(hidden[..., None, None], 0)
             values.append(represent(name, operand, x, self.dtype))
         return values[0], values[1], values[2]

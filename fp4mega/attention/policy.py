@@ -61,6 +61,8 @@ class DirectP:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
                 raise ValueError(f"direct_p.{name}={value!r}: expected a finite number")
+        if self.slope <= 0:
+            raise ValueError(f"direct_p.slope={self.slope!r}: expected a number above 0")
         for name, least in (("exact_every", 0), ("samples", 1), ("headroom", 0), ("floor", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -134,9 +136,13 @@ class AttentionPolicy:
                 self._reject(name, getattr(self, name), f"allowed: {', '.join(get_args(allowed))}")
         for name in ("tile_m", "tile_n"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 32 or value % 32:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 32 or value % 32:
                 self._reject(name, value, "expected a positive multiple of 32 (the MXFP4 block)")
-        if not isinstance(self.p_exponent, int) or not 0 <= self.p_exponent <= 8:
+        if (
+            isinstance(self.p_exponent, bool)
+            or not isinstance(self.p_exponent, int)
+            or not 0 <= self.p_exponent <= 8
+        ):
             self._reject(
                 "p_exponent",
                 self.p_exponent,

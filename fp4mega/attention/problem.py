@@ -13,6 +13,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+NO_LIMIT = 2**30
+"""A window's side has fewer keys than this, so that a row and a side add up within a kernel's 32 bits."""
+
 Causal = Literal["none", "top_left", "bottom_right"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
@@ -64,8 +67,10 @@ class AttentionProblem:
             )
         if self.causal not in get_args(Causal):
             raise ValueError(f"causal={self.causal!r}: allowed: {', '.join(get_args(Causal))}")
-        if any(side is not None and side < 0 for side in self.window):
-            raise ValueError(f"window={self.window}: each side is None (no limit) or 0 and more")
+        if any(side is not None and not 0 <= side < NO_LIMIT for side in self.window):
+            raise ValueError(
+                f"window={self.window}: each side is None (no limit) or from 0 to {NO_LIMIT - 1}"
+            )
         if self.num_sequences and self.batch != 1:
             raise ValueError(f"batch={self.batch}: packed sequences have a batch of 1")
         if self.num_sequences and (self.key_padding_mask or self.attention_mask):

@@ -9,6 +9,7 @@ Shapes: B batch, S query rows, T keys, G kv heads, R = H / G query heads a kv he
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,18 +63,20 @@ class ForwardRows:
         assert self.reference is not None
         assert self.total is not None
         assert self.out is not None
+        # A sum that overflowed is no number: what is divided by it is not 0.
+        total = self.total.masked_fill(self.total == math.inf, math.nan)
         # L is 0 for a row that sees no key: its output is 0 and its log-sum-exp -inf.
-        empty = self.total == 0
-        out = (self.out / self.total.masked_fill(empty, 1.0)[..., None]).masked_fill(
+        empty = total == 0
+        out = (self.out / total.masked_fill(empty, 1.0)[..., None]).masked_fill(
             empty[..., None], 0.0
         )
-        lse = (
-            (finite_reference(self.reference) + self.total.log2() + _floor(call)) * LN2
-        ).masked_fill(empty, -math.inf)
+        lse = ((finite_reference(self.reference) + total.log2() + _floor(call)) * LN2).masked_fill(
+            empty, -math.inf
+        )
         return (
             out.permute(0, 3, 1, 2, 4).flatten(2, 3),
             lse,
-            torch.stack([self.reference, self.total]),
+            torch.stack([self.reference, total]),
         )
 
 
@@ -259,10 +262,17 @@ def _reduce_rows(a: Tensor, b: Tensor) -> Tensor:
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """FP32 products stay FP32 whatever TF32 setting or autocast region the caller is in: the reference has one answer."""
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    # Not `allow_tf32`: reading that raises once the caller has set a precision by its newer name.
+    backends: Any = torch.backends  # whose stubs lack the attributes
+    products = (backends.cuda.matmul, backends.mkldnn.matmul)
+    before = [p.fp32_precision for p in products]
     try:
+        for p in products:
+            p.fp32_precision = "ieee"
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
+        for p, precision in zip(products, before, strict=True):
+            p.fp32_precision = "none"  # as whatever is set for all backends, if that was it
+            if p.fp32_precision != precision:
+                p.fp32_precision = precision

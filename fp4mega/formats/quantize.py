@@ -104,8 +104,7 @@ def fake_quantize(
     if fmt.block is None:
         shared = power_of_two_scale(_scope_amax(x.abs, x, scope, amax), fmt.element)
         unit = shared.reciprocal().to(x.dtype)
-        saturate = amax is not None or x.dtype is torch.float64
-        return round_on_grid(x, fmt.element, unit, saturate=saturate, random_bits=random_bits)
+        return round_on_grid(x, fmt.element, unit, random_bits=random_bits)
     bits = None if random_bits is None else to_blocks(random_bits, axis, fmt.block)
     if fmt.scale_rule in ("floor", "rceil", "even"):
         # Scaling by a power of two commutes with rounding, so x is rounded where it is: two passes fewer.

@@ -7,9 +7,10 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fp4mega.attention.policy import AttentionPolicy, get_policy
-from fp4mega.attention.problem import Causal, SideInputs
+from fp4mega.attention.problem import NO_LIMIT, Causal, SideInputs
 from fp4mega.ops.checks import check_side_inputs, check_tensors
 from fp4mega.ops.registration import Options, attention_forward
 
@@ -82,9 +83,10 @@ def attention_func(  # type: ignore[misc]
     number, and no other head changes; an operand the policy leaves unquantized follows IEEE arithmetic.
 
     Raises TypeError or ValueError naming the argument, its value and what is allowed, NotImplementedError with every
-    backend's reason when none can run the problem, and NotImplementedError from a second derivative.
+    backend's reason when none can run the problem, and NotImplementedError from a second or a forward-mode derivative.
     """
     check_tensors(q, k, v)
+    _check_options(backend, check_finite)
     side = SideInputs(
         sink=sink,
         key_padding_mask=key_padding_mask,
@@ -94,6 +96,7 @@ def attention_func(  # type: ignore[misc]
         rounding_key=rounding_key,
     )
     check_side_inputs(side, q, k)
+    _refuse_forward_mode(q, k, v, sink)
     window_left, window_right = _window(window)
     options = Options(
         softmax_scale=_softmax_scale(softmax_scale, q.shape[3]),
@@ -130,7 +133,29 @@ def _softmax_scale(softmax_scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5 if head_dim else 1.0
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, int | float):
         raise TypeError(f"softmax_scale={softmax_scale!r}: expected a number or None")
-    return float(softmax_scale)
+    try:
+        return float(softmax_scale)
+    except OverflowError:
+        raise ValueError(
+            "softmax_scale: expected a finite positive number, not one beyond float64"
+        ) from None
+
+
+def _check_options(backend: str, check_finite: bool) -> None:
+    if not isinstance(backend, str):
+        raise TypeError(f"backend={backend!r}: expected 'auto' or the name of a backend")
+    if not isinstance(check_finite, bool):
+        raise TypeError(f"check_finite={check_finite!r}: expected True or False")
+
+
+def _refuse_forward_mode(*inputs: Tensor | None) -> None:
+    """An operator without a forward-mode rule would answer with a tangent of zero."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+        raise NotImplementedError(
+            "attention_func has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors); reverse mode works"
+        )
 
 
 def _window(window: Window | None) -> Window:
@@ -141,6 +166,10 @@ def _window(window: Window | None) -> Window:
     for side in window:
         if isinstance(side, bool) or not (side is None or isinstance(side, int)):
             raise TypeError(f"window={window!r}: each side is an integer or None (no limit)")
+        if side is not None and not 0 <= side < NO_LIMIT:
+            raise ValueError(
+                f"window={window!r}: each side is None (no limit) or from 0 to {NO_LIMIT - 1}"
+            )
     return window[0], window[1]
 
 

@@ -8,6 +8,7 @@ import torch
 
 from fp4mega.attention import Saved, SideInputs, backward, forward, get_policy
 from fp4mega.attention.score_map import direct_p_codes, sample_order
+from fp4mega.formats import quantize
 from fp4mega.testing.assertions import assert_bitwise, assert_close, cosine, rel_l2
 from fp4mega.testing.cases import Case
 from tests.attention.oracle import quantized
@@ -247,3 +248,29 @@ def test_small_and_large_v_scale_the_output(name, exponent):
     plain = forward(x.q, x.k, x.v, x.side, case.problem, policy)[0]
     scaled = forward(x.q, x.k, x.v * 2.0**exponent, x.side, case.problem, policy)[0]
     assert_close(scaled, plain * 2.0**exponent, limit=1e-6, name=name)
+
+
+def test_a_sum_that_overflows_is_nan():
+    """Scores beyond 2^127 under `fast`: NaN in out and lse of those rows alone, whatever the size of V."""
+    policy, case = (
+        get_policy("direct_p_fast"),
+        Case(batch=1, seqlen_q=3, seqlen_k=64, num_heads=1, num_kv_heads=1),
+    )
+    x = case.make()
+    x.k.fill_(1.0)
+    for row, score in enumerate((96.0, 48.0, -24.0)):
+        x.q[0, row] = score / case.head_dim / case.problem.softmax_scale
+    for size in (1.0, 1e-30):
+        out, lse, _ = forward(x.q, x.k, x.v * size, x.side, case.problem, policy)
+        assert out[0, 0].isnan().all()
+        assert lse[0, 0, 0].isnan()
+        # Equal scores: the mean of V, and the score plus log 64.
+        mean = quantized_mean(x.v * size)
+        assert_close(out[0, 1:], mean.expand(2, -1)[:, None], limit=1e-4, name="other rows")
+        assert lse[0, 0, 1:].tolist() == pytest.approx(
+            [48 + math.log(64), -24 + math.log(64)], abs=0.3
+        )
+
+
+def quantized_mean(v):
+    return quantize(v, "mxfp4_amplitude", axis=1).dequantize(torch.float64)[0, :, 0].mean(dim=0)

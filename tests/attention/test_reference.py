@@ -1,6 +1,7 @@
 """The reference against an independent dense answer, in FP64, on shapes, masks and inputs that broke other kernels."""
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -362,21 +363,45 @@ def test_packed_equals_each_sequence_alone(name):
         start += n
 
 
-def test_padding_contents_do_not_matter():
-    policy = get_policy("nvfp4_qk_fp8_pv")
-    case = Case(seqlen_q=70, seqlen_k=140, mask="padding")
+@pytest.mark.parametrize(
+    "name",
+    ["nvfp4_qk_fp8_pv", "nvfp4_qk_mxfp4_pv", "direct_p_fast", "direct_p_accurate", "direct_p_guarded", "exact"],
+)  # fmt: skip
+def test_padding_contents_do_not_matter(name):
+    """Nor does it matter whether the padding is hidden by its own mask or by an arbitrary one that spells it out."""
+    policy = get_policy(name)
+    case = Case(seqlen_q=70, seqlen_k=300, mask="padding")
     x = case.make()
-    out, _, _ = forward(x.q, x.k, x.v, x.side, case.problem, policy)
     hidden = x.side.key_padding_mask[..., None, None]
-    out2, _, _ = forward(
-        x.q,
-        x.k.masked_fill(hidden, 1e4),
-        x.v.masked_fill(hidden, math.nan),
-        x.side,
-        case.problem,
-        policy,
+    x.k.masked_fill_(hidden, 0)
+    x.v.masked_fill_(hidden, 0)
+    out, lse, _ = forward(x.q, x.k, x.v, x.side, case.problem, policy)
+    spelled = SideInputs(
+        attention_mask=x.side.key_padding_mask[:, None, None].expand(-1, -1, 70, -1)
     )
-    assert_bitwise(out2, out, name="out with garbage in the padding")
+    arbitrary = dataclasses.replace(case.problem, key_padding_mask=False, attention_mask=True)
+    for a, b in zip(
+        forward(x.q, x.k, x.v, spelled, arbitrary, policy)[:2], (out, lse), strict=True
+    ):
+        assert_bitwise(a, b, name="as an arbitrary mask")
+    garbage = (x.q, x.k.masked_fill(hidden, 1e4), x.v.masked_fill(hidden, math.nan))
+    kept = [
+        tuple(t if policy.saves_input(n) else None for n, t in zip("qkv", given, strict=True))
+        for given in ((x.q, x.k, x.v), garbage)
+    ]
+    before, after = (
+        (o, gradients_of(o, inputs, x, case, policy))
+        for o, inputs in (
+            (forward(x.q, x.k, x.v, x.side, case.problem, policy), kept[0]),
+            (forward(*garbage, x.side, case.problem, policy), kept[1]),
+        )
+    )
+    for a, b in zip((*after[0][:2], *after[1]), (*before[0][:2], *before[1]), strict=True):
+        assert_bitwise(a, b, name="garbage in the padding")
+
+
+def gradients_of(made, inputs, x, case, policy):
+    return backward(x.dout, None, Saved(*made), inputs, x.side, case.problem, policy)[:3]
 
 
 @pytest.mark.parametrize(
@@ -539,3 +564,24 @@ def test_a_sink_of_minus_infinity_is_no_sink(name):
     for got, want in zip(gradients, wanted[:3], strict=True):
         assert_bitwise(got, want, name="gradient")
     assert (dsink == 0).all()
+
+
+@pytest.mark.parametrize("owner", ["cuda.matmul", "mkldnn.matmul", ""])
+def test_the_callers_precision_of_products_is_kept(owner):
+    """Set by its newer name, which makes reading the older one an error; without a call that names it, nothing is set."""
+    case = Case(seqlen_q=33, seqlen_k=65)
+    want = run(case, get_policy("exact"))
+    settings = functools.reduce(getattr, filter(None, owner.split(".")), torch.backends)
+    products = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    assert [p.fp32_precision for p in products] == ["none", "none"]
+    settings.fp32_precision = "tf32"
+    try:
+        before = [p.fp32_precision for p in products]
+        got = run(case, get_policy("exact"))
+        assert [p.fp32_precision for p in products] == before
+        assert "tf32" in before
+    finally:
+        settings.fp32_precision = "none"
+    assert [p.fp32_precision for p in products] == ["none", "none"]
+    for a, b in zip(got[:5], want[:5], strict=True):
+        assert_bitwise(a, b, name="TF32 asked for")

@@ -54,7 +54,7 @@ def cases(draw):
     name = draw(st.sampled_from(FORMATS))
     axis = draw(st.integers(-len(shape), len(shape) - 1))
     scope = draw(st.sampled_from(["all", "axis", "given"])) if name in GLOBAL else "all"
-    magnitude = draw(st.sampled_from([1.0, 1.0, 1e-20, 1e-38, 1e20, 3e37, 6.0, 0.0]))
+    magnitude = draw(st.sampled_from([1.0, 1.0, 1e-20, 1e-38, 1e20, 3e37, 1e38, 6.0, 0.0]))
     return {
         "shape": shape,
         "name": name,
@@ -85,7 +85,8 @@ def test_fake_quantize_is_quantize_then_dequantize(case):
                 -30, 1, x.shape, generator=torch.Generator().manual_seed(case["seed"])
             ).double()
         )
-    x = x.to(case["dtype"])
+    # Finite in x's dtype, so up to the largest number that it has.
+    x = x.clamp(-torch.finfo(case["dtype"]).max, torch.finfo(case["dtype"]).max).to(case["dtype"])
     if case["spoil"] is not None:
         x.view(-1)[case["seed"] % x.numel()] = case["spoil"]
     arguments = {"axis": case["axis"]}
@@ -110,6 +111,17 @@ def test_fake_quantize_is_quantize_then_dequantize(case):
     assert same_bits(back.dequantize(), qt.dequantize())
     if case["spoil"] is not None:
         assert qt.dequantize().view(-1)[case["seed"] % x.numel()].isnan()
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_no_float32_scale_brings_into_range_saturates(name, dtype):
+    x = torch.tensor([3.0e38, 3.2e38, -3.38e38, 1.0e38], dtype=dtype)
+    fake = fake_quantize(x, name)
+    assert same_bits(fake, quantize(x, name).dequantize())
+    largest = {"e4m3": 448.0 * 2.0**119, "e5m2": 57344.0 * 2.0**112}[name]
+    assert fake[:3].tolist() == [largest, largest, -largest]
+    assert abs(fake[3] - 1e38) < 0.1e38
 
 
 @EVERY

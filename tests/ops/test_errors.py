@@ -55,6 +55,21 @@ def call(**changes) -> torch.Tensor:
         (ValueError, "window=4: expected None or a pair", {"window": 4}),
         (ValueError, "window=(-1, 0): each side is None", {"window": (-1, 0)}),
         (TypeError, "window=(0.5, 0): each side is an integer", {"window": (0.5, 0)}),
+        *(
+            (
+                ValueError,
+                f"window=({n}, 0): each side is None (no limit) or from 0 to",
+                {"window": (n, 0)},
+            )
+            for n in (2**30, 2**31 - 1, 2**63 - 1, 2**70)
+        ),
+        (
+            ValueError,
+            "softmax_scale: expected a finite positive number",
+            {"softmax_scale": 10**400},
+        ),
+        (TypeError, "backend=None: expected 'auto' or the name", {"backend": None}),
+        (TypeError, "check_finite='yes': expected True or False", {"check_finite": "yes"}),
         (TypeError, "sink=float: expected a torch.Tensor or None", {"sink": 1.0}),
         (ValueError, "sink.shape=(2,): expected [4]", {"sink": torch.zeros(2)}),
         (
@@ -194,6 +209,18 @@ def test_second_derivative_is_refused() -> None:
     (dq,) = torch.autograd.grad(out.sum(), inputs.q, create_graph=True)
     with pytest.raises(NotImplementedError, match="attention_func has no second derivative"):
         dq.sum().backward()
+
+
+def test_forward_mode_is_refused() -> None:
+    """torch would answer with a tangent of zero for an operator that has no rule."""
+    with pytest.raises(NotImplementedError, match="attention_func has no forward-mode derivative"):
+        torch.func.jvp(lambda q: attention_func(q, K, K), (Q,), (torch.ones_like(Q),))
+    sink = torch.zeros(4)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(sink, torch.ones_like(sink))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            attention_func(Q, K, K, sink=dual)
+        assert attention_func(Q, K, K, sink=sink).shape == Q.shape
 
 
 def test_vmap_is_refused() -> None:

@@ -971,6 +971,8 @@ class AttentionForward:
         if cutlass.const_expr(config.sink):
             logit = op.vector(sink)[place.head] * (1 / LN2)
             mass = mass + cute.math.exp2(logit - reference - floor, fastmath=True)
+        if cutlass.const_expr(config.direct_p is not None):
+            mass = mass + (mass - mass)  # a sum that overflowed is no number
         empty = mass == 0.0
         inverse = Float32(0.0) if empty else unscale * unit / mass
         row = (place.tile * QUERY_STAGES + i) * TILE_M + thread

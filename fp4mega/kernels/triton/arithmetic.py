@@ -69,13 +69,14 @@ def round_probabilities(p, FORMAT: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def fp8_code(x, power, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """int32 code that x times a power of two rounds to, where nothing saturates: all NaN when the power is.
+    """int32 code that x times a power of two rounds to, saturating as `fp8_magnitude` does: all NaN when the power is.
 
     In integers, not by a cast: ptxas 12.8 loses the way among 8-bit pairs that are packed in two ways, as a tile that is stored straight
     and transposed is. 2^(BIAS - 127) times a value has its code as its leading float32 bits, subnormals included.
     """
     scaled = x * power
     magnitude = round_magnitude(tl.abs(scaled), MANTISSA, BIAS)
+    magnitude = tl.minimum(magnitude, 448.0 if MANTISSA == 3 else 57344.0)
     code = bits_of(magnitude * 2.0 ** (BIAS - 127)) >> (23 - MANTISSA)
     return tl.where(power == power, code | sign_for(scaled, 8), 0x7F)
 

@@ -135,6 +135,11 @@ class _Call:
         return self.policy.operands[self.policy.backward_v].format == "mxfp4_rceil"
 
     @property
+    def sink(self) -> Tensor | None:
+        """[H], contiguous."""
+        return None if self.side.sink is None else self.side.sink.contiguous()
+
+    @property
     def represented(self) -> bool:
         return self.policy.backward == "represented"
 
@@ -218,7 +223,7 @@ def _forward(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
         statistics = lse.new_empty((2, shape.batch, shape.kv_heads, groups, shape.rows))
     arguments: dict[str, Any] = {
         **call.tiles(),
-        "sink": call.side.sink,
+        "sink": call.sink,
         "integer_max": policy.max_rule == "integer",
         "represented": policy.normalizer == "represented",
         "tile_n": policy.tile_n,
@@ -299,7 +304,7 @@ def _direct_p(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
         shape,
         (out, lse, statistics),
         rule,
-        sink=call.side.sink,
+        sink=call.sink,
         **{name: sizes[name] for name in ("softmax_scale", "wide", "wide_v")},
     )
     statistics = statistics.to(accumulator_dtype(dtype, call.policy))

@@ -149,7 +149,8 @@ def _direct_p_kernel(
     live = rows_at < rows
     if LENGTHS:
         total = tl.where(rows_at < length_q, total, 0.0)
-    # A row that sees no key: output 0, log-sum-exp -inf. NaN is not 0.
+    # A sum that overflowed is no number. A row that sees no key: output 0, log-sum-exp -inf. NaN is not 0.
+    total = tl.where(total == float("inf"), float("nan"), total)
     empty = total == 0.0
     # Sums are 6/8 of P and 36/64 of P V: what is left of O is 6/8.
     inverse = tl.math.div_rn(tl.full([BLOCK_M], 4.0 / 3.0, tl.float32), tl.where(empty, 1.0, total))

@@ -173,7 +173,9 @@ def _forward_kernel(
         if INTEGER_MAX:
             start_at = tl.ceil(sink)
         top = tl.zeros([BLOCK_M], tl.float32) + start_at
-        total = tl.zeros([BLOCK_M], tl.float32) + tl.exp2(sink - start_at + P_EXPONENT)
+        # A sink of -inf is none.
+        beside = tl.where(start_at == float("-inf"), 0.0, start_at)
+        total = tl.zeros([BLOCK_M], tl.float32) + tl.exp2(sink - beside + P_EXPONENT)
     first, free, bound, end = key_range(
         row, diagonal, left, right, length_k, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_HIDDEN
     )

@@ -69,8 +69,9 @@ def _at_the_top(codes):
 
 @triton.jit
 def fp8_magnitude(x, power, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """|x| times a power of two, rounded to the format, where nothing saturates."""
-    return round_magnitude(tl.abs(x * power), MANTISSA, BIAS)
+    """|x| times a power of two, rounded to the format; saturates where the power could not be small enough, for x beyond 2.98e38."""
+    rounded = round_magnitude(tl.abs(x * power), MANTISSA, BIAS)
+    return tl.minimum(rounded, 448.0 if MANTISSA == 3 else 57344.0)
 
 
 @triton.jit

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from fp4mega.attention import AttentionPolicy, forward
+from fp4mega.attention import AttentionPolicy, Saved, SideInputs, backward, forward, get_policy
 from fp4mega.bench.gate import evaluate
 from fp4mega.testing import VALUE_CASES, Case
+from fp4mega.testing.assertions import rel_l2
 from tests.kernels.triton.harness import BACKEND, policies
 from tests.kernels.triton.interpreted.harness import check, small
 
@@ -70,3 +71,41 @@ def test_rows_of_ds_sum_to_zero(policy: AttentionPolicy) -> None:
     x.k.copy_(x.k[:, :1].clone())
     same, _ = evaluate(BACKEND, x, TWO_HEADS, policy)
     assert same.dq.double().norm() < 0.05 * other.dq.double().norm()
+
+
+@pytest.mark.parametrize("policy_name", ["nvfp4_qk_fp8_pv", "bf16", "direct_p_accurate"])
+def test_a_sink_of_any_strides_and_one_that_is_none(policy_name: str) -> None:
+    """Every second number of a tensor, one number for all heads, and -inf, which is no sink: as the reference has it."""
+    policy = get_policy(policy_name)
+    case = TWO_HEADS.replace(causal="none", sink=True)
+    inputs = case.make()
+    kept = tuple(
+        t if policy.saves_input(n) else None for n, t in zip("qkv", inputs[:3], strict=True)
+    )
+    for sink in (
+        torch.tensor([1.0, 50.0, -1.0, 50.0])[::2],
+        torch.tensor([2.0]).expand(2),
+        torch.tensor([-torch.inf, 1.0]),
+    ):
+        side = SideInputs(sink=sink)
+        want = forward(*inputs[:3], side, case.problem, policy)
+        got = BACKEND.forward(*inputs[:3], side, case.problem, policy)
+        torch.testing.assert_close(got.lse, want[1], rtol=1e-4, atol=1e-4)
+        assert rel_l2(got.out, want[0]) < 0.02
+        if policy.direct_p is None:
+            ours = BACKEND.backward(inputs.dout, None, got, kept, side, case.problem, policy)
+            theirs = backward(inputs.dout, None, Saved(*want), kept, side, case.problem, policy)
+            for a, b in zip(ours, theirs, strict=True):
+                assert rel_l2(a, b) < 0.02
+            assert not sink[0].isinf() or ours[3][0] == 0
+
+
+def test_a_direct_p_sum_that_overflows_is_nan() -> None:
+    policy, case = get_policy("direct_p_fast"), TWO_HEADS.replace(causal="none")
+    x = case.make()
+    x.q[0, 0] = 40.0
+    x.k.fill_(4.0)
+    out, lse, _ = BACKEND.forward(x.q, x.k, x.v, x.side, case.problem, policy)[:3]
+    assert out[0, 0].isnan().all()
+    assert lse[0, :, 0].isnan().all()
+    assert out[0, 1:].isfinite().all()

@@ -11,6 +11,7 @@ from fp4mega.formats import quantize
 from fp4mega.kernels.triton.publish_fp4 import publish_fp4
 from fp4mega.kernels.triton.publish_fp8 import Rows, publish_dout, publish_v
 from fp4mega.kernels.triton.publish_input import cleared
+from fp4mega.kernels.triton.publish_values import publish_values
 from fp4mega.testing import VALUES, Case, assert_bitwise
 from tests.kernels.triton.harness import (
     TRAINING,
@@ -98,23 +99,38 @@ def published_gradient(dout: Tensor):
 @pytest.mark.parametrize("values", ["huge_v", "denormals", "zeros"])
 def test_fp8_in_both_orientations(values: str) -> None:
     for x in tensors(values):
-        saved, across = publish_v(x, None, cleared((1, 1), x)[1])
-        want = quantize(x, "e4m3", axis=1, scale_dims=(1, 3))
-        for a, b in zip(saved, want.tensors(), strict=True):
-            assert_bitwise(a, b, name="v")
-        turned = in_natural_order(across.view(torch.uint8))
-        assert_bitwise(turned[:, :, :40, :35], want.codes.permute(0, 2, 3, 1), name="v across")
-        assert not turned[:, :, 40:].any()
-        assert not turned[:, :, :, 35:].any()
-        codes, across, power, _ = published_gradient(x)
-        want = quantize(x, "e5m2", axis=3, scale_dims=(1, 3))
-        straight = codes.view(torch.uint8)
-        turned = in_natural_order(across.view(torch.uint8))
-        assert_bitwise(straight[:, :, :35, :40], want.codes.permute(0, 2, 1, 3), name="dO")
-        assert_bitwise(turned[:, :, :40, :35], want.codes.permute(0, 2, 3, 1), name="dO across")
-        assert_bitwise(power, want.global_scale.flatten(1), name="power of dO")
-        assert not straight[:, :, 35:].any()
-        assert not straight[:, :, :, 40:].any()
+        assert_fp8_codes(x)
+
+
+def assert_fp8_codes(x: Tensor) -> None:
+    """V in E4M3 and dO in E5M2, [1, 35, heads, 40], as `quantize` codes them, straight and transposed."""
+    saved, across = publish_v(x, None, cleared((1, 1), x)[1])
+    want = quantize(x, "e4m3", axis=1, scale_dims=(1, 3))
+    for a, b in zip(saved, want.tensors(), strict=True):
+        assert_bitwise(a, b, name="v")
+    turned = in_natural_order(across.view(torch.uint8))
+    assert_bitwise(turned[:, :, :40, :35], want.codes.permute(0, 2, 3, 1), name="v across")
+    assert not turned[:, :, 40:].any()
+    assert not turned[:, :, :, 35:].any()
+    codes, across, power, _ = published_gradient(x)
+    want = quantize(x, "e5m2", axis=3, scale_dims=(1, 3))
+    straight = codes.view(torch.uint8)
+    turned = in_natural_order(across.view(torch.uint8))
+    assert_bitwise(straight[:, :, :35, :40], want.codes.permute(0, 2, 1, 3), name="dO")
+    assert_bitwise(turned[:, :, :40, :35], want.codes.permute(0, 2, 3, 1), name="dO across")
+    assert_bitwise(power, want.global_scale.flatten(1), name="power of dO")
+    assert not straight[:, :, 35:].any()
+    assert not straight[:, :, :, 40:].any()
+
+
+def test_values_that_no_scale_brings_into_range_saturate() -> None:
+    x = torch.randn(1, 35, 1, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[0, 3, 0, 5], x[0, 7, 0, 2] = 3.38e38, -3.25e38
+    assert_fp8_codes(x)
+    saved, _, _ = publish_values(x, None, forward="mxfp4", saved="e4m3")
+    assert_bitwise(
+        saved[0], quantize(x, "e4m3", axis=1, scale_dims=(1, 3)).codes, name="v in BF16 products"
+    )
 
 
 WHOLE = CASE.replace(seqlen_q=128, seqlen_k=128, head_dim=32, num_heads=3, num_kv_heads=3)
