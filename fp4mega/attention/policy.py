@@ -31,8 +31,8 @@ OPERANDS = ("q", "k", "p", "v", "do", "p_bwd", "ds", "q_bwd", "k_bwd", "v_bwd")
 
 DIVERGENT_PV_REASON = (
     "every matched training trajectory with MXFP4 P or V diverged in the published study (64 GPUs, 8B), and the "
-    "backward rule that trains at 30 M and 85 M parameters is evidence at that size only; P and V stay FP8 in "
-    "training. Set attention.allow_divergent_pv=true to study it all the same"
+    "backward rules that train from 30 M to 350 M parameters and over 0.1 B tokens (docs/divergence.md) are evidence at "
+    "those sizes only; P and V stay FP8 in training. Set attention.allow_divergent_pv=true to study it all the same"
 )
 
 
