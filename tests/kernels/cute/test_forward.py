@@ -94,6 +94,20 @@ def test_not_a_number_stays_in_its_head(case: Case, operand: str) -> None:
         assert out[:, :, 1].isnan().all()
 
 
+def test_a_sum_that_overflows_is_nan() -> None:
+    """Scores past 2^127 in one row under a fixed reference; the rows beside it are numbers."""
+    case = DIRECT.replace(**SMALL)
+    x = case.make()
+    x.k[0, 7] = 4.0
+    x.q[0, 3] = 4.0
+    forward = execute(case, x)
+    assert forward.out[0, 3].isnan().all()
+    assert forward.lse[0, 0, 3].isnan()
+    others = torch.arange(150) != 3
+    assert forward.out[0, others].isfinite().all()
+    assert forward.lse[0, 0, others].isfinite().all()
+
+
 def test_saved_tensors_are_the_references() -> None:
     """Bytes bitwise; m exactly and L up to codes that a rounding in the score flips."""
     case = CAUSAL.replace(layout="fused_qkv", num_kv_heads=1, num_heads=2, **SMALL)
