@@ -48,4 +48,6 @@ if ((found > 0)) && "$PYTHON" -m torch.distributed.run --help | grep -q -- --num
 fi
 # Seconds that torchrun leaves the processes for a last checkpoint when it is asked to stop.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
+# With the shared store (torch 2.13) the new processes of a restart would wait for addresses of the old ones.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec "$PYTHON" -m torch.distributed.run "${options[@]}" -m fp4mega.train "$@"

@@ -39,7 +39,7 @@ while (($#)); do
     --seeds) seeds=${2:?--seeds needs a number or a list}; shift 2 ;;
     --gpus) gpus=(--gpus "${2:?--gpus needs a number}"); shift 2 ;;
     --group) group=${2:?--group needs a name}; shift 2 ;;
-    --gate) gates+=(--gate "${2:?--gate needs a gate}"); shift 2 ;;
+    --gate) gates+=("${2:?--gate needs a gate}"); shift 2 ;;
     --launcher) launcher=${2:?--launcher needs a command}; shift 2 ;;
     --jobs) jobs=${2:?--jobs needs a number}; shift 2 ;;
     --max-seconds) max_seconds=${2:?--max-seconds needs a number}; shift 2 ;;
@@ -49,9 +49,10 @@ while (($#)); do
   esac
 done
 [[ -n $recipe && -n $policies ]] || usage
-((${#gates[@]})) || gates=(--gate finite)
+((${#gates[@]})) || gates=(finite)
 [[ ${jobs:-1} =~ ^[1-9][0-9]*$ ]] || fail "--jobs $jobs: expected 1 or more"
 [[ ${max_seconds:-1} =~ ^[1-9][0-9]*$ ]] || fail "--max-seconds $max_seconds: expected a whole number of 1 or more"
+[[ ${#gpus[@]} == 0 || ${gpus[1]} =~ ^[1-9][0-9]*$ ]] || fail "--gpus ${gpus[1]}: expected 1 or more"
 [[ -z $jobs || ${#gpus[@]} == 0 ]] || fail "--gpus ${gpus[1]}: with --jobs an arm has one GPU"
 if [[ $seeds =~ ^[1-9][0-9]*$ ]]; then
   mapfile -t seed_list < <(seq "$seeds")
@@ -72,20 +73,43 @@ for override in "${overrides[@]}"; do
 done
 read -ra launch <<<"${launcher:-$(dirname "$0")/local.sh}"
 
-# Every policy is checked, and the recipe's own names read, before the first arm starts.
+# Every arm's recipe and every gate is checked, and the recipe's own names read, before the first arm starts.
 named=$("$PYTHON" -c '
 import sys
-from fp4mega.train import RecipeError, load_recipe
-path, policies, *overrides = sys.argv[1:]
+from pathlib import Path
+from fp4mega.tracking.gates import BAND_SEEDS, parse_gate
+from fp4mega.train import load_recipe
+path, policies, seeds, group, max_seconds, count, *rest = sys.argv[1:]
+gates, overrides = rest[: int(count)], rest[int(count) :]
+policies, seeds = policies.split(","), seeds.split(",")
 try:
-    for policy in policies.split(","):
-        recipe = load_recipe(path, [*overrides, f"attention.policy={policy}"])
-except (RecipeError, OSError) as error:
+    for gate in gates:
+        if parse_gate(gate).name == "band" and len(seeds) < BAND_SEEDS:
+            raise ValueError(f"--gate {gate}: needs {BAND_SEEDS} seeds or more; --seeds gives {len(seeds)}")
+    base = load_recipe(path, [*overrides, f"attention.policy={policies[0]}"])
+    group = group or f"{base.name}_matched"
+    if Path(group).name != group:
+        raise ValueError(f"--group {group}: names the files of the comparison; expected no folder in it")
+    limit = [f"train.max_seconds={max_seconds}"] if max_seconds else []
+    for policy in policies:
+        for seed in seeds:
+            arm = [f"name={base.name}_seed{seed}", f"train.seed={seed}", f"attention.policy={policy}"]
+            arm += [f"tracking.wandb.group={group}", *limit]
+            recipe = load_recipe(path, [*overrides, *arm])
+            # YAML drops blanks: the run would not be in the folder looked for.
+            for option, given, taken in (
+                ("--policies", policy, recipe.attention.policy),
+                ("--group", group, recipe.tracking.wandb.group),
+            ):
+                if given != taken:
+                    raise ValueError(f"{option}: {given!r} is read as {taken!r}; expected it written like that")
+except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
-print(recipe.name, recipe.tracking.dir, sep="\n")' "$recipe" "$policies" "${overrides[@]}") || exit 2
-{ read -r name; read -r folder; } <<<"$named"
-group=${group:-${name}_matched}
+print(base.name, base.tracking.dir, group, sep="\n")' \
+  "$recipe" "$policies" "$(IFS=,; echo "${seed_list[*]}")" "$group" "$max_seconds" "${#gates[@]}" "${gates[@]}" \
+  ${overrides[@]+"${overrides[@]}"}) || exit 2
+{ read -r name; read -r folder; read -r group; } <<<"$named"
 
 run_of() { echo "$folder/${name}_seed$2__$1"; }
 seconds_left() { echo $((${max_seconds:-0} - SECONDS)); }
@@ -237,8 +261,11 @@ for policy in "${policy_list[@]}"; do
     fi
   done
 done
-((${#runs[@]} > 1)) || fail "--max-seconds $max_seconds: too short to compare anything; the same command goes on"
+if ((${#runs[@]} < 2)); then
+  [[ -z $max_seconds ]] || fail "--max-seconds $max_seconds: too short to compare anything; the same command goes on"
+  fail "fewer than two arms made a step, so there is nothing to compare; what they said is above"
+fi
 plot=(--plot "$folder/$group.png")
 "$PYTHON" -c 'import matplotlib' 2>/dev/null || { echo "no plot: matplotlib is not installed"; plot=(); }
 echo "=== comparison"
-exec "$PYTHON" -m fp4mega.tracking.compare "${runs[@]}" "${gates[@]}" ${plot[@]+"${plot[@]}"} --json "$folder/$group.json"
+exec "$PYTHON" -m fp4mega.tracking.compare "${runs[@]}" "${gates[@]/#/--gate=}" ${plot[@]+"${plot[@]}"} --json "$folder/$group.json"

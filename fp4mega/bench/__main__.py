@@ -8,6 +8,7 @@ import torch
 
 from fp4mega.bench import accumulation, bias, command, model
 from fp4mega.bench.accuracy import check_markers, tables, write_between_markers
+from fp4mega.bench.outputs import check_outputs
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             torch.empty(0, device=options.device)
             if options.write:
+                check_outputs([options.write])
                 check_markers(options.write)
         except (RuntimeError, AssertionError, OSError, ValueError) as error:
             parser.error(str(error).splitlines()[0])
@@ -67,6 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _accumulation(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     try:
         accumulation.check(options.seqlen, options.dim, options.rows, options.intervals)
+        if options.out is not None and options.out.exists() and not options.out.is_dir():
+            raise ValueError(f"{options.out}: is a file, expected a folder")
     except ValueError as error:
         parser.error(str(error))
     if not torch.cuda.is_available():
@@ -88,6 +92,7 @@ def _accumulation(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 def _bias(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     try:
+        check_outputs([options.out], inputs=[options.input])
         torch.empty(0, device=options.device)
         batch = (
             bias.make_batch(seqlen=options.seqlen, device=options.device)

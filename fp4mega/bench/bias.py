@@ -8,6 +8,7 @@ With bias b and the spread of one draw s, both relative to the exact gradient, |
 average; b below has the second term taken off. The `nearest` column is the error of the policy as it is, without a draw.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,7 +76,12 @@ def make_batch(
     device: str,
     seed: int = 0,
 ) -> Batch:
-    """Normal q, k, v, dout in FP32; k and v have a mean per channel, as trained projections do."""
+    """Normal q, k, v, dout in FP32; k and v have a mean per channel, as trained projections do.
+
+    Raises ValueError for a `seqlen` below 2.
+    """
+    if seqlen < 2:
+        raise ValueError(f"seqlen={seqlen}: expected 2 or more; scores of one key have no gradient")
     generator = torch.Generator().manual_seed(seed)
     shape = (batch, seqlen, heads, head_dim)
     q, k, v, dout = (torch.randn(shape, generator=generator) for _ in range(4))
@@ -86,12 +92,32 @@ def make_batch(
 
 def load_batch(path: Path, device: str) -> Batch:
     """A batch from a file of `torch.save({"q": ..., "k": ..., "v": ..., "dout": ...})`. Raises ValueError naming what is missing or odd."""
-    content = torch.load(path, map_location=device, weights_only=True)
+    try:
+        content = torch.load(path, map_location=device, weights_only=True)
+    except OSError:
+        raise
+    # Which exception a file that is none of torch.save's ends in depends on its first bytes.
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{path}: not readable as a file of torch.save: {reason}") from error
     names = ("q", "k", "v", "dout")
     if not isinstance(content, dict) or set(content) != set(names):
         raise ValueError(f"{path}: expected a mapping with the tensors {', '.join(names)}")
-    if any(x.dim() != 4 for x in content.values()):
-        raise ValueError(f"{path}: expected tensors of four dims, [batch, rows, heads, head_dim]")
+    for name, x in content.items():
+        if not isinstance(x, Tensor) or x.dim() != 4 or x.numel() == 0:
+            shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"{path}: {name}={shape}: expected tensors of four dims, [batch, rows, heads, head_dim], none of them 0"
+            )
+        if x.is_complex() or not x.isfinite().all():
+            raise ValueError(f"{path}: {name}: expected finite real numbers")
+    if content["q"].shape[1] < 2:
+        raise ValueError(
+            f"{path}: q has one row, expected 2 or more; scores of one key have no gradient"
+        )
+    if content["dout"].shape != content["q"].shape:
+        shapes = [list(content[name].shape) for name in ("dout", "q")]
+        raise ValueError(f"{path}: dout={shapes[0]}: expected the shape of q, {shapes[1]}")
     return Batch(*(content[name].float() for name in names))
 
 
@@ -113,10 +139,15 @@ def exact_policy(policy: AttentionPolicy) -> AttentionPolicy:
 
 
 def measure(batch: Batch, policy: AttentionPolicy, draws: int) -> Row:
-    """Errors of one policy on the batch. Raises ValueError for fewer than two draws."""
+    """Errors of one policy on the batch. Raises ValueError for fewer than two draws, and for an exact gradient of zero."""
     if draws < 2:
         raise ValueError(f"draws={draws}: expected 2 or more, to tell bias from noise")
     exact, _, size = _gradients(batch, exact_policy(policy), None)
+    for name, x in zip((*GRADIENTS, "sum of |dS|"), (*exact, size), strict=True):
+        if not 0 < float(x.double().norm()) < math.inf:
+            raise ValueError(
+                f"{name} of the exact gradient is zero or not finite: no error is relative to it"
+            )
     plain = replace(policy, name=f"{policy.name}-plain", q_bwd="same", k_bwd="same")
     nearest, sums, sizes = _gradients(batch, plain, None)
     random = drawn_policy(policy)

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from fp4mega.bench import attention, report
+from fp4mega.bench.outputs import check_outputs
 from fp4mega.bench.peers import AVAILABLE, NONE, PEERS
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -63,9 +64,7 @@ def heading(chosen: attention.Plan) -> str:
 def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run it; 0 when every gate was green, 1 otherwise. Bad arguments end through `parser.error` before any device work."""
     try:
-        for path in (options.csv, options.markdown, options.plot):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"{path}: the folder {path.parent} does not exist")
+        check_outputs((options.csv, options.markdown, options.plot))
         if options.plot is not None and options.plot.suffix not in PICTURES:
             raise ValueError(f"--plot {options.plot}: allowed suffixes: {', '.join(PICTURES)}")
         chosen = attention.plan(

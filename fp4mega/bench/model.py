@@ -35,6 +35,7 @@ from fp4mega.bench.model_predict import (
 from fp4mega.bench.model_sass import ROLES
 from fp4mega.bench.model_schedules import SCHEDULES
 from fp4mega.bench.model_simulate import Partition, Step
+from fp4mega.bench.outputs import check_outputs
 from fp4mega.bench.shapes import Shape
 from fp4mega.kernels.cute.support import explain_policy
 
@@ -292,8 +293,7 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Print the report; bad arguments and missing tools end through `parser.error`."""
     parts = []
     try:
-        if options.out is not None and not options.out.parent.is_dir():
-            raise ValueError(f"{options.out}: the folder {options.out.parent} does not exist")
+        check_outputs([options.out])
         chip = Chip(sms=options.sms, clock=options.clock, latency_scale=options.latency_scale)
         shapes = check(options.kernels, options.shapes)
         for part in report(options.kernels, shapes, chip, with_schedules=options.schedules):

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fp4mega.tracking.gates import Verdict, check_gate, parse_gate
+from fp4mega.tracking.manifest import MANIFEST
 from fp4mega.tracking.reader import read_run
 from fp4mega.tracking.summary import (
     DEFAULT_LAST,
@@ -27,6 +28,7 @@ from fp4mega.tracking.summary import (
     RunSummary,
     compare_runs,
 )
+from fp4mega.tracking.tracker import EVENTS
 
 FAILED_GATE = 1
 BAD_INPUT = 2
@@ -193,6 +195,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_outputs(json_path: Path | None, plot: Path | None) -> None:
+    for name, path in (("--json", json_path), ("--plot", plot)):
+        if path is not None and path.resolve().name in (MANIFEST, EVENTS):
+            raise CompareError(f"{name} {path}: a run's own file has this name; expected another")
+    if json_path is not None and plot is not None and json_path.resolve() == plot.resolve():
+        raise CompareError(f"--json and --plot: both name {json_path}; expected two files")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. argparse itself exits with 2 on a wrong option."""
     options = _parser().parse_args(arguments)
@@ -201,6 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A log file has no width: keep every column on one line.
         console.width = 40 + 32 * len(options.runs)
     try:
+        _check_outputs(options.json, options.plot)
         gates = [parse_gate(text) for text in options.gate]
         comparison = compare_runs(
             [read_run(path) for path in options.runs],

@@ -1,8 +1,7 @@
 """`python -m fp4mega.tracking.divergence`: when each arm of a study leaves the band of those that train, and what left it first.
 
-`thin RUN ... --out FOLDER` copies runs with fewer events, small enough to be kept beside a document; the copies are runs like any
-other. `report RUN ... --out FOLDER` writes `<name>.md` with two tables, `<name>_loss.png` (see `tracking.compare`) and
-`<name>_probes.png`.
+`thin RUN ... --out FOLDER` copies runs with fewer events (see `tracking.thinning`). `report RUN ... --out FOLDER` writes `<name>.md`
+with two tables, `<name>_loss.png` (see `tracking.compare`) and `<name>_probes.png`.
 
 The band is made of the runs of the policies `--band`: at every step the largest value that any of them had so far or has later
 counts, so that a spike that every run survives is inside. A run has left it from the first step after which it never comes back:
@@ -15,34 +14,26 @@ What is not finite is outside.
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from fp4mega.tracking.events import Event
-from fp4mega.tracking.manifest import MANIFEST, write_atomically
+from fp4mega.tracking.events import nearest
 from fp4mega.tracking.reader import Run, read_run
 from fp4mega.tracking.summary import CompareError, compare_runs, first_nonfinite
-from fp4mega.tracking.tracker import EVENTS
+from fp4mega.tracking.thinning import thin_all
 
 LOSS_MARGIN = 0.1
 NORM_FACTOR = 3.0
 PROBE_FACTOR = 3.0
 DEFAULT_BAND = ("bf16", "nvfp4_qk_fp8_pv")
 DEFAULT_PROBE = "ds_row_sum"
-KEPT_PROBES = (
-    *("ds_row_sum", "o_error", "dq_error", "dk_error", "dv_error", "p_row_sum_error", "p_bwd_row_sum_error"),
-    *("v_zeroed", "p_zeroed", "do_zeroed", "ds_zeroed", "v_scale_range", "score_max", "qkv_grad_norm"),
-)  # fmt: skip
-_KEPT_TRAIN = ("loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,67 +51,33 @@ class Departure:
     last: int
 
 
-def thin(run: Run, folder: Path, every: int, probe_every: int) -> None:
-    """Write the run with every `every`-th training event, the probes of each `probe_every`-th step, and four digits.
-
-    Evaluations and the last step are all kept, and so is what is not finite. Raises ValueError for steps below 1.
-    """
-    for name, value in (("every", every), ("probe_every", probe_every)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: expected 1 or more")
-    statuses = run.of_type("status")
-    last = max((e["step"] for e in run.of_type("train")), default=0)
-    # One life, whatever the run had: what it resumed from is resolved already.
-    opening = {"type": "status", "step": 0, "time": run.events[0]["time"], "status": "started"}
-    kept: list[Event] = [opening]
-    for event in run.events:
-        kind, step = event["type"], event["step"]
-        bad = any(isinstance(v, float) and not math.isfinite(v) for v in event.values())
-        if kind == "train" and (step % every == 0 or step == last or bad):
-            kept.append(_reduced(event, _KEPT_TRAIN))
-        elif kind == "eval":
-            kept.append(_reduced(event, ("loss", "split")))
-        elif kind == "probe" and (step % probe_every == 0 or step == last or bad):
-            kept.append(_reduced(event, ("layer", *KEPT_PROBES)))
-    if statuses and statuses[-1]["status"] not in ("started", "resumed"):
-        kept.append({**statuses[-1], "step": last})
-    folder.mkdir(parents=True, exist_ok=True)
-    manifest = {**run.manifest, "lives": run.manifest.get("lives", [])[:1]}
-    write_atomically(folder / MANIFEST, manifest)
-    text = "".join(
-        json.dumps(event, separators=(",", ":"), allow_nan=False) + "\n" for event in kept
-    )
-    (folder / EVENTS).write_text(text)
-
-
-def _reduced(event: Event, names: Sequence[str]) -> Event:
-    values = {name: event[name] for name in names if name in event}
-    bad = [n for n, v in values.items() if isinstance(v, float) and not math.isfinite(v)]
-    made: Event = {"type": event["type"], "step": event["step"], "time": round(event["time"], 1)}
-    for name, value in values.items():
-        made[name] = None if name in bad else _rounded(name, value)
-    return {**made, "nonfinite": bad} if bad else made
-
-
-def _rounded(name: str, value: Any) -> Any:
-    digits = 6 if name == "loss" else 4
-    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
-
-
 def departures(runs: Sequence[Run], band: Sequence[str], probe: str) -> list[Departure]:
-    """One entry for each run that is not in the band. Raises CompareError when no run of the band is there."""
+    """One entry for each run that is not in the band.
+
+    Raises CompareError when no run of the band is there or one of them is not finite, and when the band or another run has no
+    gradient norm or no such probe: a figure that nobody has would never leave the band.
+    """
     inside = [run for run in runs if run.policy in band]
     if not inside:
         policies = ", ".join(dict.fromkeys(run.policy for run in runs))
         raise CompareError(f"band={','.join(band)}: no such run; policies given: {policies}")
+    for run in inside:
+        if (bad := first_nonfinite(run)) is not None:
+            raise CompareError(
+                f"band={','.join(band)}: run {run.name!r} is not finite from step {bad}; a band is made of runs that train"
+            )
+    outside = [run for run in runs if run.policy not in band]
+    for members in (inside, *([run] for run in outside)):
+        _require_figures(members, probe)
     losses = [_smoothed(run) for run in inside]
-    norms = [run.series("train", "grad_norm") for run in inside]
-    probes = [value for run in inside for _, _, value in _probe(run, probe)]
-    ceiling = PROBE_FACTOR * max(probes) if probes else math.nan
+    norms = [n for run in inside if len((n := run.series("train", "grad_norm"))[0])]
+    figures = [value for run in inside for _, _, value in _probe(run, probe)]
+    # numpy's, which does not pass over a NaN.
+    ceiling = PROBE_FACTOR * float(np.max(figures))
+    if not math.isfinite(ceiling):
+        raise CompareError(f"probe={probe!r}: not finite in a run of the band {','.join(band)}")
     found = []
-    for run in runs:
-        if run.policy in band:
-            continue
+    for run in outside:
         steps, loss = _smoothed(run)
         norm_steps, norm = run.series("train", "grad_norm")
         limit = _envelope(losses, steps) + LOSS_MARGIN
@@ -140,6 +97,17 @@ def departures(runs: Sequence[Run], band: Sequence[str], probe: str) -> list[Dep
             )
         )
     return found
+
+
+def _require_figures(members: Sequence[Run], probe: str) -> None:
+    names = ", ".join(repr(run.name) for run in members)
+    if not any(_probe(run, probe) for run in members):
+        logged = {name for run in members for event in run.of_type("probe") for name in event}
+        figures = logged - {"type", "step", "time", "nonfinite", "layer"}
+        told = nearest(probe, figures) if figures else "no probe was logged at all"
+        raise CompareError(f"probe={probe!r}: no such figure in {names}; {told}")
+    if not any(len(run.series("train", "grad_norm")[0]) for run in members):
+        raise CompareError(f"no gradient norm was logged in {names}")
 
 
 def _smoothed(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -221,7 +189,8 @@ def outcome_table(runs: Sequence[Run]) -> list[str]:
         train = [r.of_type("train") for r in members]
         steps = [events[-1]["step"] if events else 0 for events in train]
         tokens = [events[-1]["tokens"] if events else 0 for events in train]
-        norms = [float(np.nanmax(r.series("train", "grad_norm")[1])) for r in members]
+        logged = [norm for r in members if len(norm := r.series("train", "grad_norm")[1])]
+        norms = [float(np.nanmax(norm)) for norm in logged]
         lines.append(
             f"| `{policy}` | {len(members)} | {_span(steps, ',d')} | {_span([t / 1e6 for t in tokens], '.1f')} M | {outcome} "
             f"| {_span([v for v in finals.values() if v is not None], '.4f')} "
@@ -304,9 +273,14 @@ def plot_probes(runs: Sequence[Run], names: Sequence[str], path: Path) -> None:
 
 
 def report(runs: Sequence[Run], out: Path, name: str, band: Sequence[str], probe: str) -> list[str]:
-    """Write tables and pictures of matched runs, the first of which is the reference; returns the lines of the tables."""
+    """Write tables and pictures of matched runs, the first of which is the reference; returns the lines of the tables.
+
+    Raises ValueError for a name that is no file name, CompareError as `compare_runs` and `departures` do.
+    """
     from fp4mega.tracking.plot import plot_comparison
 
+    if not name or Path(name).name != name:
+        raise ValueError(f"name={name!r}: expected the beginning of file names, without a folder")
     comparison = compare_runs(runs)
     lines = [*outcome_table(runs), "", *departure_table(departures(runs, band, probe), band, probe)]
     out.mkdir(parents=True, exist_ok=True)
@@ -334,8 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         runs = [read_run(path) for path in options.runs]
         if options.command == "thin":
-            for run in runs:
-                thin(run, options.out / run.name, options.every, options.probe_every)
+            thin_all(runs, options.out, options.every, options.probe_every)
         else:
             lines = report(runs, options.out, options.name, options.band.split(","), options.probe)
             sys.stdout.write("\n".join(lines) + "\n")

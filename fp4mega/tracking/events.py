@@ -27,6 +27,8 @@ Event = dict[str, Any]
 STATUSES = ("started", "resumed", "finished", "terminated", "failed")
 LIFE_STARTS = ("started", "resumed")
 _OWN_FIELDS = ("type", "step", "time", "nonfinite")
+INTEGERS = 2**63
+"""Integers are below it: a reader keeps them in 64 bits."""
 _KIND_WORDS = {float: "a number", int: "an integer", str: "a string"}
 
 
@@ -98,8 +100,12 @@ def make_event(
     if type not in EVENT_TYPES:
         raise ValueError(f"event type={type!r}: {nearest(type, EVENT_TYPES)}")
     spec = EVENT_TYPES[type]
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise TypeError(f"event {type!r}: step={step!r}: expected an integer >= 0")
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < INTEGERS:
+        raise TypeError(f"event {type!r}: step={step!r}: expected an integer from 0 to 2**63 - 1")
+    if time is not None and not _is_time(time):
+        raise TypeError(
+            f"event {type!r} at step {step}: time={time!r}: expected a number of seconds"
+        )
     if missing := [name for name in spec.required if name not in values]:
         raise ValueError(f"event {type!r} at step {step}: missing field(s) {', '.join(missing)}")
 
@@ -132,11 +138,19 @@ def make_event(
     return event
 
 
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < INTEGERS
+
+
 def _check_kind(type_name: str, step: int, name: str, value: Any, kind: type) -> None:
     accepted = (int, float) if kind is float else (kind,)
     if isinstance(value, bool) or not isinstance(value, accepted):
         raise TypeError(
             f"event {type_name!r} at step {step}: {name}={value!r}: expected {_KIND_WORDS[kind]}"
+        )
+    if isinstance(value, int) and abs(value) >= INTEGERS:
+        raise ValueError(
+            f"event {type_name!r} at step {step}: {name}={value!r}: expected an integer below 2**63"
         )
 
 
@@ -204,7 +218,7 @@ def _complete_size(data: bytes) -> int:
 def _parse(line: bytes) -> Event | None:
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) else None
 
@@ -229,10 +243,15 @@ def _checked_lines(path: Path, data: bytes) -> Iterator[Event]:
         event = _parse(line)
         if event is None:
             raise ValueError(f"{path}: line {number} is not a JSON object: {line[:80]!r}")
-        values = restore_nonfinite(
-            {k: v for k, v in event.items() if k not in ("type", "step", "time")}
-        )
-        values.pop("nonfinite", None)
+        missing = event.get("nonfinite", [])
+        if not isinstance(missing, list) or not all(
+            isinstance(name, str) and name not in _OWN_FIELDS and event.get(name, 0) is None
+            for name in missing
+        ):
+            raise ValueError(
+                f"{path}: line {number}: nonfinite={missing!r}: expected a list of fields that are null"
+            )
+        values = {k: v for k, v in restore_nonfinite(event).items() if k not in _OWN_FIELDS}
         try:
             make_event(event["type"], event["step"], values, time=event["time"])
         except KeyError as error:

@@ -12,7 +12,11 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fp4mega.tracking.schedule import schedule_of
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -36,8 +40,47 @@ _LIFE_FIELDS = (
     "world_size",
     "fingerprints",
     "git",
+    "schedule",
 )
 _WATCHED_FIELDS = ("recipe_digest", "policy", "layers", "device", "world_size")
+
+
+class _Part(BaseModel):
+    """What readers need of a manifest; everything else in it is for people."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class _Layer(_Part):
+    layer: int
+    policy: str
+    backend: str
+
+
+class _Life(_Part):
+    step: Annotated[int, Field(ge=0)]
+    recipe_digest: str
+    changes: list[str]
+    schedule: dict[str, Any] = {}
+
+
+class _Recipe(_Part):
+    optimizer: dict[str, Any] = {}
+    train: dict[str, Any] = {}
+
+
+class _Manifest(_Part):
+    run_name: str
+    recipe: _Recipe
+    recipe_digest: str
+    policy: str
+    layers: list[_Layer]
+    seed: int
+    device: str
+    world_size: int
+    fingerprints: dict[str, str | None]
+    lives: list[_Life]
+    wandb_id: str
 
 
 def build_manifest(
@@ -79,6 +122,7 @@ def build_manifest(
         "recipe_digest": recipe_digest,
         "policy": policy,
         "layers": [dict(entry) for entry in layers],
+        "schedule": schedule_of(recipe),
         "seed": seed,
         "device": device,
         "world_size": world_size,
@@ -141,11 +185,28 @@ def join_lives(
             for name in _WATCHED_FIELDS
             if earlier[name] != joined[name]
         ]
+        before, now = _flat(earlier["recipe"]), _flat(joined["recipe"])
+        changes += [
+            f"{name} changed from {_short(before.get(name))} to {_short(now.get(name))}"
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name)
+        ]
     joined["lives"] = [
         *lives,
         {"step": step, **{name: joined[name] for name in _LIFE_FIELDS}, "changes": changes},
     ]
     return joined, changes
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Fields of a recipe by their dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def _short(value: Any) -> str:
@@ -157,11 +218,23 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Raises FileNotFoundError, and ValueError naming the file when it is not a manifest of this schema."""
     try:
         manifest = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a JSON file: {error}") from None
+    return check_manifest(manifest, str(path))
+
+
+def check_manifest(manifest: Any, where: str) -> dict[str, Any]:
+    """The manifest itself. Raises ValueError, naming `where` and the field, when readers could not use it."""
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         found = manifest.get("schema") if isinstance(manifest, dict) else None
-        raise ValueError(f"{path}: schema={found!r}: expected a run manifest of schema {SCHEMA}")
+        raise ValueError(f"{where}: schema={found!r}: expected a run manifest of schema {SCHEMA}")
+    try:
+        _Manifest.model_validate(manifest)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        given = "" if first["type"] == "missing" else f"={_short(first['input'])}"
+        raise ValueError(f"{where}: {field}{given}: {first['msg']}") from None
     return manifest
 
 

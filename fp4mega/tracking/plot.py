@@ -82,7 +82,7 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     matched = all(s.matched for s in comparison.summaries)
     figure.suptitle(
         f"Training loss against {comparison.summaries[0].policy}"
-        + ("" if matched else " (NOT MATCHED in initialization or data order)"),
+        + ("" if matched else " (NOT MATCHED in initialization, data order or schedule)"),
         fontsize=11,
     )
     figure.savefig(path, dpi=130)

@@ -19,7 +19,7 @@ from fp4mega.tracking.events import (
     resolve_lives,
     restore_nonfinite,
 )
-from fp4mega.tracking.manifest import MANIFEST, read_manifest
+from fp4mega.tracking.manifest import MANIFEST, check_manifest, read_manifest
 from fp4mega.tracking.tracker import EVENTS
 from fp4mega.tracking.wandb_sink import import_wandb
 
@@ -126,8 +126,11 @@ def _read_wandb(path: str, api: Any) -> Run:
         raise ValueError(
             f"run {path!r}: this wandb run was not written by fp4mega (its config has no manifest)"
         )
+    if isinstance(manifest, dict):
+        manifest = {**manifest, "recipe": config}
+    manifest = check_manifest(manifest, f"run {path!r}: the manifest in its config")
     events = resolve_lives(event for row in rows if (event := _event_of_row(row)) is not None)
-    return Run(path=path, manifest={**manifest, "recipe": config}, events=events)
+    return Run(path=path, manifest=manifest, events=events)
 
 
 def _event_of_row(row: Mapping[str, Any]) -> Event | None:

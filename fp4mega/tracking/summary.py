@@ -1,8 +1,8 @@
 """The numbers of a comparison: what each run did, and how far it is from the run it is matched with.
 
-Two runs are matched when they began from the same weights and saw the same batches (equal fingerprints). The first run's
-policy is the reference. Each other run is compared with the reference run that it is matched with, so that with several
-seeds every gap is between equal seeds.
+Two runs are matched when they began from the same weights, saw the same batches (equal fingerprints) and had the same learning
+rate at every step (see `tracking.schedule`). The first run's policy is the reference. Each other run is compared with the
+reference run that it is matched with, so that with several seeds every gap is between equal seeds.
 
 Losses are taken at the steps that all runs logged. The final loss is the mean over the last N of them; the last is the last
 one that all reached.
@@ -11,6 +11,7 @@ one that all reached.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from fp4mega.tracking.events import EVENT_TYPES
 from fp4mega.tracking.reader import Run
+from fp4mega.tracking.schedule import differences
 
 DEFAULT_LAST = 10
 SPEED_WARMUP_EVENTS = 5
@@ -116,10 +118,17 @@ def compare_runs(
         steps: the steps whose losses are shown; None takes about six, evenly spread.
         allow_unmatched: compare with the first run where no matched one exists, and note it, instead of refusing.
 
-    Raises CompareError for no runs, runs without a common logged step, a step that not all runs logged, and unmatched runs.
+    Raises CompareError for no runs, one run given twice, runs without a common logged step, a step that not all runs logged, and
+    unmatched runs.
     """
     if not runs:
         raise CompareError("no runs to compare")
+    seen: dict[Path, Run] = {}
+    for run in runs:
+        if (other := seen.setdefault(Path(run.path).resolve(), run)) is not run:
+            raise CompareError(
+                f"{other.path} and {run.path} are one run: expected each run once, its gap to itself says nothing"
+            )
     if last < 1:
         raise CompareError(f"last={last}: expected a number of logged steps >= 1")
     if until is not None:
@@ -157,8 +166,7 @@ def compare_runs(
                 hardware=run.hardware,
                 status=run.status,
                 partner=p,
-                matched=p == i
-                or (fingerprints(run) == fingerprints(runs[p]) and None not in fingerprints(run)),
+                matched=p == i or are_matched(runs[p], run),
                 steps=ends[i],
                 first_loss=float(train[i][1][0]),
                 final_loss=final[i],
@@ -192,13 +200,21 @@ def compare_runs(
 
 def _up_to(run: Run, step: int) -> Run:
     events = [e for e in run.events if e["step"] <= step or not EVENT_TYPES[e["type"]].history]
-    return Run(path=run.path, manifest=run.manifest, events=events)
+    lives = [life for life in run.manifest.get("lives", ()) if life["step"] < step]
+    return Run(path=run.path, manifest={**run.manifest, "lives": lives}, events=events)
 
 
 def fingerprints(run: Run) -> tuple[str | None, str | None]:
     """Fingerprints of the initial weights and of the data order; None where the manifest has none."""
     found = run.manifest.get("fingerprints") or {}
     return found.get("init"), found.get("data")
+
+
+def are_matched(first: Run, second: Run) -> bool:
+    """Whether the two began from the same weights, on the same batches, under the same schedule."""
+    known = None not in fingerprints(second)
+    equal = fingerprints(first) == fingerprints(second)
+    return known and equal and not differences(first.manifest, second.manifest)
 
 
 def match_runs(runs: Sequence[Run], *, allow_unmatched: bool) -> list[int]:
@@ -210,35 +226,41 @@ def match_runs(runs: Sequence[Run], *, allow_unmatched: bool) -> list[int]:
     references: list[int] = []
     partners: list[int] = []
     for i, run in enumerate(runs):
-        known = None not in fingerprints(run)
-        partner = next(
-            (r for r in references if known and fingerprints(run) == fingerprints(runs[r])), None
-        )
-        seeds = [runs[r].manifest["seed"] for r in references]
+        partner = next((r for r in references if are_matched(runs[r], run)), None)
         if (
             partner is None
             and run.policy == runs[0].policy
-            and (i == 0 or (known and run.manifest["seed"] not in seeds))
+            and (i == 0 or _is_further_seed(run, [runs[r] for r in references]))
         ):
             references.append(i)
             partner = i
         if partner is None:
             if not allow_unmatched:
-                raise CompareError(_why_unmatched(runs[0], run))
+                raise CompareError(_why_unmatched([runs[r] for r in references], run))
             partner = 0
         partners.append(partner)
     return partners
 
 
-def _why_unmatched(first: Run, run: Run) -> str:
+def _is_further_seed(run: Run, references: Sequence[Run]) -> bool:
+    known = None not in fingerprints(run)
+    new = run.manifest["seed"] not in [r.manifest["seed"] for r in references]
+    return known and new and not differences(references[0].manifest, run.manifest)
+
+
+def _why_unmatched(references: Sequence[Run], run: Run) -> str:
+    # With the one of its seed only what is wrong with this run differs.
+    of_seed = (r for r in references if r.manifest["seed"] == run.manifest["seed"])
+    first = next(of_seed, references[0])
     words = ("initialization (fingerprints.init)", "data order (fingerprints.data)")
     pairs = list(zip(words, fingerprints(first), fingerprints(run), strict=True))
     differing = [
         f"{word}: {a or 'none'} and {b or 'none'}" for word, a, b in pairs if a is None or a != b
     ]
+    differing += [f"schedule: {text}" for text in differences(first.manifest, run.manifest)]
     return (
         f"runs {first.name!r} and {run.name!r} are not matched, so their gap says little about the policies; "
-        f"{'; '.join(differing)}. Use equal seeds, data and model, or --allow-unmatched"
+        f"{'; '.join(differing)}. Use equal seeds, data, model and schedule, or --allow-unmatched"
     )
 
 
@@ -326,7 +348,9 @@ def _notes(
 ) -> tuple[str, ...]:
     notes = []
     if unmatched := [s.label for s in summaries if not s.matched]:
-        notes.append(f"NOT MATCHED in initialization or data order: {', '.join(unmatched)}")
+        notes.append(
+            f"NOT MATCHED in initialization, data order or schedule: {', '.join(unmatched)}"
+        )
     if len(set(ends)) > 1:
         notes.append(
             f"runs differ in length; losses are compared at step {final_step}, the last one that all logged"

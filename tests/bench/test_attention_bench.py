@@ -48,6 +48,7 @@ def plan(**changes):
         (["--gate-heads", "0"], "gate_heads=0"),
         (["--plot", "figure.bmp"], "allowed suffixes: .png"),
         (["--csv", "nowhere/at/all.csv"], "does not exist"),
+        (["--csv", "rows", "--markdown", "./rows"], "rows: given for two outputs"),
     ],
 )
 def test_bad_arguments_end_before_any_device_work(arguments, message, capsys, monkeypatch):

@@ -1,5 +1,7 @@
 """Bias and noise of gradients: known splits, and the rules apart."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -75,6 +77,10 @@ def test_command_line(tmp_path, capsys, batch):
         (["--policies", "bf16"], "rounds none"),
         (["--policies", "nope"], "not registered"),
         (["--input", "/nowhere.pt"], "No such file"),
+        (["--seqlen", "0"], "seqlen=0: expected 2 or more"),
+        (["--seqlen", "1"], "seqlen=1: expected 2 or more"),
+        (["--out", "no/x.md"], "no/x.md: the folder no does not exist"),
+        (["--out", "/"], "is a folder, expected the name of a file"),
     ],
 )
 def test_bad_input(arguments, message, capsys):
@@ -82,3 +88,46 @@ def test_bad_input(arguments, message, capsys):
         main(["bias", "--seqlen", "32", *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not readable as a file of torch.save"),
+        (b"junk" * 9, "not readable as a file of torch.save"),
+        ([1], "expected a mapping with the tensors q, k, v, dout"),
+        ({"dout": 3}, "dout=int: expected tensors of four dims"),
+        ({"k": torch.ones(1, 0, 2, 32)}, r"k=[1, 0, 2, 32]: expected tensors of four dims"),
+        ({"v": torch.full((1, 32, 2, 32), torch.nan)}, "v: expected finite real numbers"),
+        ({"dout": torch.ones(1, 16, 2, 32)}, "dout=[1, 16, 2, 32]: expected the shape of q"),
+        (dict.fromkeys(("q", "k", "v", "dout"), torch.ones(1, 1, 2, 32)), "q has one row"),
+    ],
+)
+def test_input_that_is_no_batch_is_refused(tmp_path, content, message, capsys):
+    path = tmp_path / "batch.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        whole = dict.fromkeys(("q", "k", "v", "dout"), torch.ones(1, 32, 2, 32))
+        torch.save({**whole, **content} if isinstance(content, dict) else content, path)
+    with pytest.raises(SystemExit) as stopped:
+        main(["bias", "--draws", "2", "--input", str(path)])
+    assert stopped.value.code == 2
+    assert f"{path}: " in (said := capsys.readouterr().err)
+    assert message in said
+
+
+def test_an_exact_gradient_of_zero_is_refused(batch):
+    still = replace(batch, dout=torch.zeros_like(batch.dout))
+    with pytest.raises(ValueError, match="dq of the exact gradient is zero or not finite"):
+        bias.run(["nvfp4_qk_fp8_pv"], still, draws=2)
+
+
+def test_the_input_is_not_written_over(tmp_path, batch, capsys):
+    path = tmp_path / "batch.pt"
+    torch.save({n: getattr(batch, n) for n in ("q", "k", "v", "dout")}, path)
+    before = path.read_bytes()
+    with pytest.raises(SystemExit):
+        main(["bias", "--draws", "2", "--input", str(path), "--out", str(path)])
+    assert f"{path}: is read as input, expected another file" in capsys.readouterr().err
+    assert path.read_bytes() == before

@@ -81,9 +81,11 @@ def started(tmp_path):
 
 def test_every_policy_under_every_seed_in_one_group_and_a_band(matched, tmp_path):
     done = matched(
-        "--policies", "bf16,nvfp4_qk_fp8_pv", "--seeds", "3", "--gate", "final_loss_gap=1%"
+        *("--policies", "bf16,nvfp4_qk_fp8_pv", "--seeds", "3"),
+        *("--gate", "final_loss_gap=1%", "--gate", "loss_falls=0.5"),
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
+    assert "FAIL loss_falls=0.5" in done.stdout
     assert started(tmp_path) == [
         [f"tiny_20steps_seed{seed}__{policy}", seed, "tiny_20steps_matched"]
         for seed in (1, 2, 3)
@@ -205,6 +207,39 @@ def test_without_a_gpu_jobs_run_one_after_another(matched, tmp_path):
         (["--policies", "bf16,nvfp4_qk_fp8_pv", "--jobs", "2", "--gpus", "2"], "--gpus 2"),
         (["--policies", "bf16,nvfp4_qk_fp8_pv", "--max-seconds", "1.5"], "--max-seconds 1.5"),
         (["--policies", "bf16,nvfp4_qk_fp8_pv", "train.stepz=3"], "train.stepz=3: unknown field"),
+        (["--policies", "bf16,nvfp4_qk_fp8_pv", "--gpus", "x"], "--gpus x: expected 1 or more"),
+        (
+            ["--policies", "bf16,nvfp4_qk_fp8_pv", "--seeds", "01,2"],
+            'train.seed="01": expected integer',
+        ),
+        (
+            ["--policies", "bf16,nvfp4_qk_fp8_pv", "--seeds", "1,3000000000"],
+            "train.seed=3000000000",
+        ),
+        (
+            ["--policies", "bf16, nvfp4_qk_fp8_pv"],
+            "--policies: ' nvfp4_qk_fp8_pv' is read as 'nvfp4_qk_fp8_pv'",
+        ),
+        (
+            ["--policies", "bf16,nvfp4_qk_fp8_pv", "--gate", "final_los_gap=2%"],
+            "gate 'final_los_gap=2%': unknown name 'final_los_gap'",
+        ),
+        (
+            ["--policies", "bf16,nvfp4_qk_fp8_pv", "--gate", "band", "--seeds", "2"],
+            "--gate band: needs 3 seeds or more; --seeds gives 2",
+        ),
+        (["--policies", "bf16,nvfp4_qk_fp8_pv", "--group", "a/b"], "--group a/b"),
+        (["--policies", "bf16,nvfp4_qk_fp8_pv", "--group", "7"], "tracking.wandb.group=7"),
+        (
+            [
+                "--policies",
+                "bf16,nvfp4_qk_fp8_pv",
+                "--max-seconds",
+                "9",
+                "train.save_interval=null",
+            ],
+            "save_interval",
+        ),
     ],
 )
 def test_bad_input_starts_no_arm(matched, tmp_path, arguments, message):
@@ -212,6 +247,13 @@ def test_bad_input_starts_no_arm(matched, tmp_path, arguments, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert not started(tmp_path)
+
+
+def test_arms_that_make_no_step_are_said_to_have_made_none(matched):
+    done = matched("--policies", "bf16,nvfp4_qk_fp8_pv", launcher="false")
+    assert done.returncode == 2
+    assert "error: fewer than two arms made a step" in done.stderr
+    assert "--max-seconds" not in done.stderr
 
 
 def test_a_real_pair_is_matched_and_not_run_again(matched, tmp_path):

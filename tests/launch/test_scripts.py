@@ -63,9 +63,9 @@ def test_local_refuses_bad_input(arguments, message):
     assert message in told.stderr
 
 
-def test_local_starts_as_many_processes_as_asked(tmp_path):
+def test_local_starts_as_many_processes_as_asked_and_may_restart_them(tmp_path):
     told = run(
-        *("bash", ROOT / "launch" / "local.sh", "--gpus", "2", RECIPE),
+        *("bash", ROOT / "launch" / "local.sh", "--gpus", "2", "--restarts", "1", RECIPE),
         *(
             "attention.policy=bf16",
             "model.num_layers=1",

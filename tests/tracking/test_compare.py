@@ -109,7 +109,7 @@ def test_unmatched_runs_exit_2_unless_allowed(make_run, tmp_path):
     done = _command(a, b, "--allow-unmatched")
     assert done.returncode == 0
     assert _row(done.stdout, "matched with") == ["-", "NOT MATCHED (a)"]
-    assert "NOT MATCHED in initialization or data order: p" in done.stdout
+    assert "NOT MATCHED in initialization, data order or schedule: p" in done.stdout
 
 
 @pytest.mark.parametrize("arguments", [[], ["--steps", "a,b", "x"], ["x", "--nonsense"]])
@@ -161,3 +161,62 @@ def test_names_are_not_read_as_markup(make_run, capsys):
     output = capsys.readouterr().out
     assert "run[bold]x" in output
     assert "p[red]" in output
+
+
+def test_a_run_is_not_compared_with_itself(make_run, tmp_path, capsys):
+    a = make_run("a", [5.0, 2.0])
+    (tmp_path / "link").symlink_to(a)
+    for other in (a, f"{tmp_path}/./a", tmp_path / "link"):
+        assert compare.main([str(a), str(other), "--gate", "final_loss_gap=0%"]) == 2
+        captured = capsys.readouterr()
+        assert f"{a} and {other} are one run".replace("/./", "/") in captured.err
+        assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--json", "{a}/manifest.json"],
+            "--json {a}/manifest.json: a run's own file has this name",
+        ),
+        (["--plot", "{a}/events.jsonl"], "--plot {a}/events.jsonl: a run's own file has this name"),
+        (["--json", "o.png", "--plot", "./o.png"], "--json and --plot: both name o.png"),
+    ],
+)
+def test_the_runs_that_are_read_are_not_written_over(make_run, capsys, arguments, message):
+    a, b = make_run("a", [5.0, 2.0]), make_run("b", [5.0, 2.0], policy="p")
+    before = [(path, path.read_bytes()) for path in sorted(a.iterdir())]
+    assert compare.main([str(a), str(b), *(x.format(a=a) for x in arguments)]) == 2
+    assert message.format(a=a) in capsys.readouterr().err
+    assert [(path, path.read_bytes()) for path in sorted(a.iterdir())] == before
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("manifest.json", lambda text: '{"schema": 1}', "manifest.json: run_name: Field required"),
+        (
+            "manifest.json",
+            lambda text: text.replace('"world_size": 1', '"world_size": null', 1),
+            "manifest.json: world_size=null: ",
+        ),
+        (
+            "events.jsonl",
+            lambda text: text.replace('"step": 1,', f'"step": {10**30},'),
+            "events.jsonl: line 2: event 'train': step=1",
+        ),
+        (
+            "events.jsonl",
+            lambda text: text.replace('"loss": 5.0', '"nonfinite": 5, "loss": null'),
+            "events.jsonl: line 2: nonfinite=5: ",
+        ),
+    ],
+)
+def test_a_damaged_run_is_named(make_run, capsys, file, damage, message):
+    a = make_run("a", [5.0, 2.0])
+    path = a / file
+    path.write_text(damage(path.read_text()))
+    assert compare.main([str(a)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {a}/{message}")

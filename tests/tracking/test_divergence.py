@@ -2,12 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from fp4mega.tracking import Tracker, build_manifest, read_run
-from fp4mega.tracking.divergence import departures, main, outcome_table, thin
+from fp4mega.tracking.divergence import departures, main, outcome_table
 from fp4mega.tracking.summary import CompareError
+from fp4mega.tracking.thinning import thin
 
 
 def make(folder, policy, seed=1, *, loss=None, norm=None, probe=None, steps=40, fails=False):
@@ -151,6 +153,11 @@ def test_command_line_writes_tables_and_pictures(tmp_path, capsys):
         (["thin", "/nowhere", "--out", "x"], "no such directory"),
         (["thin", "{run}", "--every", "0", "--out", "x"], "every=0: expected 1 or more"),
         (["report", "{run}", "--name", "n", "--band", "fp8", "--out", "x"], "band=fp8"),
+        (
+            ["report", "{run}", "--name", "../n", "--out", "x"],
+            "name='../n': expected the beginning",
+        ),
+        (["report", "{run}", "{run}", "--name", "n", "--out", "x"], "are one run"),
     ],
 )
 def test_bad_input(tmp_path, capsys, monkeypatch, arguments, message):
@@ -158,3 +165,104 @@ def test_bad_input(tmp_path, capsys, monkeypatch, arguments, message):
     run = make(tmp_path, "bf16")
     assert main([argument.format(run=run.path) for argument in arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a/{name}", "--out", "a"], "this is a/{name} itself"),
+        (["a/{name}", "--out", "link"], "this is a/{name} itself"),
+        (["b/{name}", "a/{name}", "--out", "b"], "this is b/{name} itself"),
+        (
+            ["a/{name}", "b/{name}", "--out", "o"],
+            "both a/{name} and b/{name} would be copied there",
+        ),
+        (["a/{name}", "--out", "b"], "exists and is no thinned copy of a run; remove it"),
+        (["a/{name}", "--out", "notes"], "exists and is no thinned copy of a run; remove it"),
+        (["empty/{name}", "--out", "o"], "run empty/{name}: events.jsonl holds no event"),
+    ],
+)
+def test_thinning_overwrites_nothing_but_its_own_copies(
+    tmp_path, capsys, monkeypatch, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b", "empty"):
+        name = make(tmp_path / folder, "bf16", steps=20).name
+    (tmp_path / "empty" / name / "events.jsonl").write_text("")
+    (tmp_path / "notes" / name).mkdir(parents=True)
+    (tmp_path / "notes" / name / "mine").write_text("x")
+    (tmp_path / "link").symlink_to("a")
+    before = contents(tmp_path)
+    assert main(["thin", *(argument.format(name=name) for argument in arguments)]) == 2
+    assert message.format(name=name) in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
+def test_a_thinned_copy_is_made_anew_and_keeps_the_old_one_when_the_disk_is_full(
+    tmp_path, monkeypatch
+):
+    run, small = make(tmp_path / "a", "bf16"), tmp_path / "small"
+    thin(run, small, every=20, probe_every=20)
+    thin(run, small, every=10, probe_every=20)
+    assert read_run(small).series("train", "loss")[0].tolist() == [10, 20, 30, 40]
+    assert read_run(small).manifest["thinned"] == {"every": 10, "probe_every": 20}
+
+    def full(path, manifest):
+        raise OSError(28, "No space left on device")
+
+    before = contents(small)
+    monkeypatch.setattr("fp4mega.tracking.thinning.write_atomically", full)
+    with pytest.raises(OSError, match="No space left"):
+        thin(run, small, every=5, probe_every=5)
+    assert contents(small) == before
+
+
+def test_what_changed_at_a_resume_is_kept_in_a_thinned_copy(tmp_path):
+    run = make(tmp_path, "bf16", steps=20)
+    life = {**run.manifest["lives"][0], "step": 10, "changes": ["recipe_digest changed"]}
+    manifest = {**run.manifest, "lives": [*run.manifest["lives"], life]}
+    thin(replace(run, manifest=manifest), tmp_path / "small", every=5, probe_every=5)
+    assert [x["changes"] for x in read_run(tmp_path / "small").manifest["lives"]] == [
+        *([], ["recipe_digest changed"])
+    ]
+
+
+def test_a_figure_that_the_band_or_a_run_lacks_is_refused(tmp_path):
+    runs = [make(tmp_path, "bf16"), make(tmp_path, "mx")]
+    with pytest.raises(CompareError, match=r"probe='ds_rowsum': no such figure in 's_seed1__bf16'; allowed: ds_row_sum, q_sqnr_db. Did you mean 'ds_row_sum'"):  # fmt: skip
+        departures(runs, ["bf16"], "ds_rowsum")
+    silent = [e for e in runs[0].events if e["type"] != "probe"]
+    # A band without probes used to make every other run leave it.
+    with pytest.raises(
+        CompareError, match="no such figure in 's_seed1__bf16'; no probe was logged at all"
+    ):
+        departures([replace(runs[0], events=silent), runs[1]], ["bf16"], "ds_row_sum")
+    silent = [e for e in runs[1].events if e["type"] != "probe"]
+    with pytest.raises(CompareError, match="no such figure in 's_seed1__mx'"):
+        departures([runs[0], replace(runs[1], events=silent)], ["bf16"], "ds_row_sum")
+    bare = [{**e, "grad_norm": None} if e["type"] == "train" else e for e in runs[1].events]
+    with pytest.raises(CompareError, match="no gradient norm was logged in 's_seed1__mx'"):
+        departures([runs[0], replace(runs[1], events=bare)], ["bf16"], "ds_row_sum")
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (
+            {"loss": lambda step: math.nan if step == 7 else 3.0},
+            "run 's_seed1__bf16' is not finite from step 7; a band is made of runs that train",
+        ),
+        (
+            {"probe": lambda step, layer: math.nan if step == 10 else 1e-3},
+            "probe='ds_row_sum': not finite in a run of the band",
+        ),
+    ],
+)
+def test_a_band_that_is_not_finite_is_refused(tmp_path, broken, message):
+    runs = [make(tmp_path, "bf16", **broken), make(tmp_path, "mx")]
+    with pytest.raises(CompareError, match=message):
+        departures(runs, ["bf16"], "ds_row_sum")

@@ -11,6 +11,8 @@ import pytest
 
 from fp4mega.tracking.events import EventWriter, make_event, read_events, resolve_lives
 
+EVAL = '{"type": "eval", "step": 1, "split": "valid", "loss": 1.0, %s}'
+
 
 def _train(step, loss, train_values):
     return make_event("train", step, train_values(loss), time=0.0)
@@ -159,6 +161,22 @@ def test_file_of_only_a_torn_line_reads_as_empty(tmp_path):
         ),
         ('{"step": 1, "time": 0}', "line 2: missing field 'type'"),
         ('{"type": "new", "step": 1, "time": 0}', "line 2: event type='new'"),
+        ('{"type": [], "step": 1, "time": 0}', "line 2: "),
+        (EVAL % '"time": 0, "nonfinite": 5', "line 2: nonfinite=5: expected a list of fields"),
+        (EVAL % '"time": 0, "nonfinite": ["step"]', r"line 2: nonfinite=\['step'\]: expected"),
+        (
+            EVAL % '"time": 0, "nonfinite": [["loss"]]',
+            r"line 2: nonfinite=\[\['loss'\]\]: expected",
+        ),
+        (EVAL % '"time": 0, "nonfinite": ["loss"]', r"line 2: nonfinite=\['loss'\]: expected"),
+        (EVAL % '"time": "now"', "line 2: event 'eval' at step 1: time='now': expected a number"),
+        (EVAL % '"time": NaN', "line 2: event 'eval' at step 1: time=nan: expected a number"),
+        (EVAL % f'"time": 0, "x": {10**400}', "line 2: .*: expected an integer below 2"),
+        (
+            f'{{"type": "eval", "step": {10**30}, "time": 0, "split": "valid", "loss": 1.0}}',
+            "line 2: event 'eval': step=10+: expected an integer from 0 to 2",
+        ),
+        ("[" * 100_000, "line 2 is not a JSON object"),
     ],
 )
 def test_damage_before_the_last_line_is_an_error_with_its_line_number(

@@ -91,6 +91,19 @@ def test_lives_keep_step_digest_and_what_changed(make_manifest):
     assert [life["step"] for life in third["lives"]] == [0, 40, 60]
 
 
+def test_recipe_fields_that_a_life_changed_are_named(make_manifest):
+    recipe = {"name": "tiny", "train": {"steps": 20, "seed": 1}, "data": {"train": ["a"]}}
+    first, _ = join_lives(None, make_manifest(recipe=recipe), step=0)
+    longer = recipe | {"train": {"steps": 60, "seed": 1, "resume": True}}
+    joined, changes = join_lives(first, make_manifest(recipe=longer, device="gpu"), step=20)
+    assert changes == [
+        'device changed from "cpu" to "gpu"',
+        "train.resume changed from null to true",
+        "train.steps changed from 20 to 60",
+    ]
+    assert [life["changes"] for life in joined["lives"]] == [[], changes]
+
+
 def test_changed_policy_and_data_are_visible_at_a_resume(make_manifest):
     first, _ = join_lives(None, make_manifest(), step=0)
     other = make_manifest(
@@ -110,7 +123,8 @@ def test_a_new_start_takes_the_new_fingerprints(make_manifest):
 
 def test_failed_write_keeps_the_old_manifest(tmp_path, make_manifest, monkeypatch):
     path = tmp_path / "manifest.json"
-    write_atomically(path, make_manifest(recipe_digest="old"))
+    old, _ = join_lives(None, make_manifest(recipe_digest="old"), step=0)
+    write_atomically(path, {**old, "wandb_id": "a"})
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
@@ -124,10 +138,40 @@ def test_failed_write_keeps_the_old_manifest(tmp_path, make_manifest, monkeypatc
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "not a JSON file"), ("[]", "schema=None"), ('{"schema": 9}', "schema=9")],
+    [
+        ("{", "not a JSON file"),
+        ("[" * 100_000, "not a JSON file"),
+        ("[]", "schema=None"),
+        ('{"schema": 9}', "schema=9"),
+        ('{"schema": 1}', "run_name: Field required"),
+    ],
 )
 def test_damaged_manifest_is_named(tmp_path, text, message):
     path = tmp_path / "manifest.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=f"manifest.json: .*{message}"):
+        read_manifest(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": None}, "layers=null: Input should be a valid list"),
+        ({"layers": [{"layer": 0, "policy": 1, "backend": "x"}]}, "layers.0.policy=1: "),
+        ({"policy": ["bf16"]}, r'policy=\["bf16"\]: Input should be a valid string'),
+        ({"world_size": "1"}, 'world_size="1": Input should be a valid integer'),
+        ({"fingerprints": None}, "fingerprints=null: Input should be a valid dictionary"),
+        ({"recipe": {"optimizer": 3}}, "recipe.optimizer=3: Input should be a valid dictionary"),
+        ({"lives": [{"step": 0, "recipe_digest": "a"}]}, "lives.0.changes: Field required"),
+        ({"lives": [{"step": -1, "recipe_digest": "a", "changes": []}]}, "lives.0.step=-1: "),
+        ({"wandb_id": 5}, "wandb_id=5: Input should be a valid string"),
+    ],
+)
+def test_a_field_that_readers_cannot_use_is_named(tmp_path, make_manifest, changes, message):
+    joined, _ = join_lives(None, make_manifest(), step=0)
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps({**joined, "wandb_id": "a"}))
+    assert read_manifest(path)["policy"] == "bf16"
+    path.write_text(json.dumps({**joined, "wandb_id": "a", **changes}))
+    with pytest.raises(ValueError, match=f"manifest.json: {message}"):
         read_manifest(path)

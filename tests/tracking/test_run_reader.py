@@ -38,6 +38,7 @@ class FakeApi:
 
 def test_wandb_run_reads_like_the_local_one(make_manifest, train_values):
     joined, _ = join_lives(None, make_manifest(), step=0)
+    joined["wandb_id"] = "abc123"
     events = [
         make_event("status", 0, {"status": "started"}),
         make_event("train", 1, train_values(3.0, mfu=None)),
@@ -90,6 +91,8 @@ def test_what_is_no_run_is_said(tmp_path, make_run):
         read_run("a/b/c", api=FakeApi(None))
     with pytest.raises(ValueError, match="not written by fp4mega"):
         read_run("a/b/c", api=FakeApi(FakeRemote({"lr": 1}, [])))
+    with pytest.raises(ValueError, match="run 'a/b/c': the manifest in its config: schema=None"):
+        read_run("a/b/c", api=FakeApi(FakeRemote({"lr": 1, "manifest": 5}, [])))
 
 
 def test_policy_counts_the_layers_that_differ(make_run):

@@ -1,9 +1,11 @@
+import json
 import math
 
 import numpy as np
 import pytest
 
 from fp4mega.tracking import read_run
+from fp4mega.tracking.manifest import join_lives
 from fp4mega.tracking.summary import CompareError, compare_runs
 
 
@@ -123,7 +125,7 @@ def test_unmatched_runs_are_refused(make_run, fingerprints, message):
     comparison = _compare(a, b, allow_unmatched=True)
     assert comparison.summaries[1].matched is False
     assert comparison.summaries[1].gap == pytest.approx(0.25)
-    assert comparison.notes == ("NOT MATCHED in initialization or data order: p",)
+    assert comparison.notes == ("NOT MATCHED in initialization, data order or schedule: p",)
 
 
 def test_same_policy_and_seed_but_other_data_is_no_further_seed(make_run):
@@ -209,3 +211,116 @@ def test_a_recipe_changed_at_a_resume_is_noted(tmp_path, make_manifest, train_va
     assert notes == (
         'bf16: at its resume from step 1 recipe_digest changed from "0123456789ab" to "ffffffffffff"',
     )
+
+
+def _recipe(steps=20, **optimizer):
+    values = {"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 2, "decay_steps": None}
+    return {
+        "train": {"steps": steps, "global_batch_size": 8},
+        "optimizer": {**values, "decay_style": "cosine", **optimizer},
+    }
+
+
+def _lived(make_run, make_manifest, name, policy, *lives):
+    """A run of 60 steps and the given lives, each the step it began at and its recipe."""
+    path = make_run(name, [5.0, 2.0], steps=[20, 60], policy=policy)
+    joined = None
+    for step, recipe in lives:
+        changes = {"recipe": recipe, "recipe_digest": str(hash(str(recipe)))}
+        manifest = make_manifest(run_name=name, policy=policy, **changes)
+        joined, _ = join_lives(joined, manifest, step=step)
+    (path / "manifest.json").write_text(json.dumps({**joined, "wandb_id": name}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("lives", "message"),
+    [
+        # train.steps was raised after the run had finished: it resumed with the rate already decayed.
+        (
+            [(0, _recipe(20)), (20, _recipe(60))],
+            "policies; schedule: optimizer.decay_steps: 20, 60 after step 20 and 60. Use",
+        ),
+        ([(0, _recipe(80))], "schedule: optimizer.decay_steps: 80 and 60. Use"),
+        ([(0, _recipe(60, decay_steps=50))], "schedule: optimizer.decay_steps: 50 and 60. Use"),
+        ([(0, _recipe(60, lr=2e-3))], "schedule: optimizer.lr: 0.002 and 0.001. Use"),
+        ([(0, _recipe(60, warmup_steps=3))], "schedule: optimizer.warmup_steps: 3 and 2. Use"),
+        (
+            [(0, _recipe(60, decay_style="constant"))],
+            "schedule: optimizer.min_lr: None and 0.0001; schedule: optimizer.decay_steps: None and 60; "
+            "schedule: optimizer.decay_style: constant and cosine. Use",
+        ),
+    ],
+)
+def test_runs_under_other_schedules_are_not_matched(make_run, make_manifest, lives, message):
+    a = _lived(make_run, make_manifest, "a", "bf16", *lives)
+    b = _lived(make_run, make_manifest, "b", "p", (0, _recipe(60)))
+    with pytest.raises(CompareError) as error:
+        _compare(a, b)
+    assert message in str(error.value)
+    comparison = _compare(a, b, allow_unmatched=True)
+    assert [s.matched for s in comparison.summaries] == [True, False]
+    assert (
+        "NOT MATCHED in initialization, data order or schedule: p" in comparison.notes
+    )  # the reference is matched with itself
+
+
+@pytest.mark.parametrize(
+    "lives",
+    [
+        # Interrupted, and the rest of the training under the same schedule, whatever else changed.
+        [(0, _recipe(60)), (30, _recipe(60)), (40, {**_recipe(60), "name": "x"})],
+        # Begun anew, or resumed from before the other schedule: no step of it is left.
+        [(0, _recipe(20)), (0, _recipe(60))],
+        [(0, _recipe(60)), (30, _recipe(80)), (30, _recipe(60))],
+        [(0, _recipe(60)), (30, _recipe(80)), (20, _recipe(60))],
+        [(0, _recipe(100, decay_steps=60))],
+    ],
+)
+def test_lives_under_one_schedule_are_matched(make_run, make_manifest, lives):
+    a = _lived(make_run, make_manifest, "a", "bf16", *lives)
+    b = _lived(make_run, make_manifest, "b", "p", (0, _recipe(60)))
+    assert _compare(a, b).summaries[1].matched
+
+
+def test_schedules_are_those_of_the_steps_compared(make_run, make_manifest):
+    a = _lived(make_run, make_manifest, "a", "bf16", (0, _recipe(20)), (20, _recipe(60)))
+    b = _lived(make_run, make_manifest, "b", "p", (0, _recipe(20)), (20, _recipe(60)))
+    c = _lived(make_run, make_manifest, "c", "q", (0, _recipe(20)))
+    assert _compare(a, b).summaries[1].matched
+    with pytest.raises(CompareError, match="decay_steps: 20, 60 after step 20 and 20. Use"):
+        _compare(a, b, c)
+    assert _compare(a, b, c, until=20).summaries[2].matched
+
+
+def test_a_constant_rate_has_no_decay_to_differ_in(make_run, make_manifest):
+    recipes = [_recipe(steps, decay_style="constant", min_lr=0.0) for steps in (60, 80)]
+    a = _lived(make_run, make_manifest, "a", "bf16", (0, recipes[0]))
+    b = _lived(make_run, make_manifest, "b", "p", (0, recipes[1]))
+    assert _compare(a, b).summaries[1].matched
+
+
+def test_a_seed_under_another_schedule_is_no_further_seed(make_run, make_manifest):
+    a = make_run("a", [5.0, 2.0], recipe=_recipe(60), **_seed(1))
+    b = make_run("b", [5.0, 2.0], recipe=_recipe(80), **_seed(2))
+    with pytest.raises(CompareError, match="schedule: optimizer.decay_steps: 60 and 80"):
+        _compare(a, b)
+
+
+def test_a_life_whose_schedule_was_not_recorded_is_matched_with_nothing(make_run):
+    def forget(path, digest):
+        manifest = json.loads((path / "manifest.json").read_text())
+        for life in manifest["lives"]:
+            life.pop("schedule", None)
+            life["recipe_digest"] = digest
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        return path
+
+    a, b = (
+        make_run("a", [2.0], recipe=_recipe()),
+        make_run("b", [2.0], recipe=_recipe(), policy="p"),
+    )
+    # The manifest's own recipe is that of a life with its digest.
+    assert _compare(forget(a, "0123456789ab"), b).summaries[1].matched
+    with pytest.raises(CompareError, match="optimizer.decay_steps: not recorded and 20"):
+        _compare(forget(a, "other"), b)
