@@ -174,7 +174,11 @@ class Fp4CoreAttention(MegatronModule):
         )
 
     def _make_sink(self) -> None:
-        """The sink logit per head, as `softmax_offset`: the name, shape, dtype and start of Megatron's own core."""
+        """The sink logit per head, as `softmax_offset`: the name, shape and dtype of Megatron's own core.
+
+        It starts as there with one tensor-parallel rank; with several each has its heads' part of that, where Megatron gives all the
+        same numbers and leaves the generator in another state.
+        """
         config = self.config
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         if config.softmax_type == "vanilla":
@@ -189,7 +193,10 @@ class Fp4CoreAttention(MegatronModule):
             # Heads are split over tensor-parallel ranks; unmarked, gradient norms would count one rank's share only.
             set_tensor_model_parallel_attributes(offset, is_parallel=True, dim=0, stride=1)
             if config.perform_initialization:
-                config.init_method(offset)
+                whole = offset.new_empty(config.num_attention_heads)
+                config.init_method(whole)
+                with torch.no_grad():
+                    offset.copy_(whole.chunk(self.tp_group.size())[self.tp_group.rank()])
             self.softmax_offset = offset
 
     def forward(

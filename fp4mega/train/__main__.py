@@ -35,11 +35,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--world-size",
         type=int,
-        default=1,
         help="processes that --dry-run and --plan assume (default 1)",
     )
     parser.add_argument(
-        "--gpus-per-node", type=int, default=4, help="GPUs of one machine, for --plan (default 4)"
+        "--gpus-per-node", type=int, help="GPUs of one machine, for --plan (default 4)"
     )
     parser.add_argument(
         "--gpus-per-domain",
@@ -49,10 +48,31 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        default="cuda",
         help="device that --dry-run and --plan assume (default cuda)",
     )
     return parser
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options, none of which is ignored: one that has no meaning beside the others ends the command."""
+    parser = _parser()
+    options = parser.parse_intermixed_args(arguments)
+    if options.plan and (options.print or options.dry_run):
+        parser.error("--plan: not allowed with --print or --dry-run; call it on its own")
+    needs = {
+        "--world-size": "--dry-run or --plan",
+        "--device": "--dry-run or --plan",
+        "--gpus-per-node": "--plan",
+        "--gpus-per-domain": "--plan",
+    }
+    for option, needed in needs.items():
+        value = getattr(options, option.removeprefix("--").replace("-", "_"))
+        if value is not None and not (options.plan or (options.dry_run and "dry" in needed)):
+            parser.error(f"{option} {value}: needs {needed}")
+    if options.world_size is None:
+        options.world_size = 1
+    options.device = options.device or "cuda"
+    return options
 
 
 def _check_only(options: argparse.Namespace) -> int:
@@ -79,7 +99,9 @@ def _plan(options: argparse.Namespace) -> int:
     from fp4mega.train.plan import make_plan
     from fp4mega.train.plan_table import Machines, format_plan
 
-    machines = Machines(options.gpus_per_node, options.gpus_per_domain or options.gpus_per_node)
+    per_node = 4 if options.gpus_per_node is None else options.gpus_per_node
+    per_domain = per_node if options.gpus_per_domain is None else options.gpus_per_domain
+    machines = Machines(per_node, per_domain)
     plan = make_plan(recipe, options.world_size, options.device)
     sys.stdout.write(f"{format_plan(plan, machines)}\n")
     return 0
@@ -107,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     from fp4mega.train import RecipeError
 
-    options = _parser().parse_intermixed_args(arguments)
+    options = _parse(arguments)
     try:
         if options.print or options.dry_run:
             return _check_only(options)

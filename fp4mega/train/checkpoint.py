@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
+from fp4mega.train.bucket_padding import sharded_optimizer_state
 from fp4mega.train.model import Training
 from fp4mega.train.optimizer_state import allocate_state, load_state
 from fp4mega.train.recipe import Recipe, RecipeError
@@ -35,7 +36,8 @@ T = TypeVar("T")
 META = "checkpoint.json"
 LATEST = "latest"
 SCHEMA = 1
-_META_FIELDS = ("step", "recipe", "recipe_digest", "data_fingerprint")
+_META_FIELDS = {"step": int, "recipe": dict, "recipe_digest": str, "data_fingerprint": str}
+_WORDS = {int: "an integer", dict: "a mapping", str: "a string"}
 _NAME = re.compile(r"iter_(\d{7,})")
 
 # Fields that may change when a run is resumed. Everything else decides which experiment it is.
@@ -80,37 +82,79 @@ def folder_name(step: int) -> str:
     return f"iter_{step:07d}"
 
 
-def _read_meta(path: Path) -> Checkpoint | None:
+def _read_meta(path: Path) -> Checkpoint:
+    """Raises RecipeError when the description cannot be read or is none."""
     try:
         meta = json.loads((path / META).read_text())
-    except (OSError, ValueError):
-        return None
+    except (OSError, ValueError) as error:
+        problem = error.strerror if isinstance(error, OSError) else f"not a JSON file: {error}"
+        raise _damaged(path, str(problem)) from None
     if not isinstance(meta, dict) or meta.get("schema") != SCHEMA:
         schema = meta.get("schema") if isinstance(meta, dict) else show(meta)
         raise RecipeError(f"{path / META}: schema={schema!r}: this version reads {SCHEMA}")
     missing = [name for name in _META_FIELDS if name not in meta]
     if missing:
-        raise RecipeError(
-            f"{path / META}: {', '.join(missing)} missing: the file is damaged; remove {path} to start from an older one"
-        )
+        raise _damaged(path, f"{', '.join(missing)} missing")
+    for name, kind in _META_FIELDS.items():
+        if type(meta[name]) is not kind:
+            raise _damaged(path, f"{name}={show(meta[name])}: expected {_WORDS[kind]}")
+    if path.name != folder_name(meta["step"]):
+        raise _damaged(path, f"step={meta['step']}: expected that of the folder's name")
     return Checkpoint(path, **{name: meta[name] for name in _META_FIELDS})
+
+
+def _damaged(path: Path, problem: str) -> RecipeError:
+    return RecipeError(
+        f"{path / META}: {problem}: the file is damaged; remove {path} to resume from an older one"
+    )
+
+
+def _look_through(folder: Path) -> tuple[list[Checkpoint], dict[str, RecipeError]]:
+    """Complete checkpoints in the folder, oldest first, and by folder name what is wrong with the others."""
+    complete, damaged = [], {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _NAME.fullmatch(path.name):
+            try:
+                complete.append(_read_meta(path))
+            except RecipeError as error:
+                damaged[path.name] = error
+    return sorted(complete, key=lambda c: c.step), damaged
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
     """Complete checkpoints in the folder, oldest first."""
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    found = [_read_meta(path) for path in paths if _NAME.fullmatch(path.name)]
-    return sorted((c for c in found if c is not None), key=lambda c: c.step)
+    return _look_through(folder)[0]
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The checkpoint that `latest` names; the one of the highest step when it names none that is complete."""
-    complete = list_checkpoints(folder)
+    """The checkpoint that `latest` names; the one of the highest step when what it names is not there.
+
+    Raises RecipeError when that one cannot be read: going on from an older one, or anew, is for the user to decide.
+    """
+    complete, damaged = _look_through(folder)
     try:
         named = (folder / LATEST).read_text().strip()
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         named = ""
-    return next((c for c in complete if c.path.name == named), complete[-1] if complete else None)
+    except (OSError, ValueError) as error:
+        raise RecipeError(
+            f"{folder / LATEST}: {error}; remove it to resume from the newest one"
+        ) from None
+    names = {c.path.name: c for c in complete}
+    if named not in names | damaged:
+        named = max(names | damaged, key=lambda name: int(name.removeprefix("iter_")), default="")
+    if named in damaged:
+        raise damaged[named]
+    return names.get(named)
+
+
+def describe_newest(folder: Path) -> str:
+    """For the message of an error: which checkpoint is good."""
+    try:
+        good = newest_checkpoint(folder)
+    except RecipeError as error:
+        return str(error)
+    return f"the newest good checkpoint is {good.path}" if good else "there is no checkpoint"
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -157,7 +201,7 @@ def check_data(checkpoint: Checkpoint, recipe: Recipe, fingerprint: str) -> None
     Not compared when train.steps was changed: that many steps may need another pass over the data, which Megatron then
     shuffles as a whole. The tracker records such a change of the order.
     """
-    same_steps = checkpoint.recipe["train"]["steps"] == recipe.train.steps
+    same_steps = checkpoint.recipe["train"].get("steps") == recipe.train.steps
     if same_steps and checkpoint.data_fingerprint != fingerprint:
         raise RecipeError(
             f"data: its fingerprint is {fingerprint[:12]}, that of {checkpoint.path} is {checkpoint.data_fingerprint[:12]}; "
@@ -204,6 +248,10 @@ def sharded_state(training: Training, *, loading: bool, with_rng: bool = True) -
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+    # After an update each process has new weights in its own shard only; with overlap the others come with the next forward.
+    for chunk in () if loading else training.chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
     models = {
         f"model{i}": _unwrapped(chunk).sharded_state_dict()
         for i, chunk in enumerate(training.chunks)
@@ -214,8 +262,8 @@ def sharded_state(training: Training, *, loading: bool, with_rng: bool = True) -
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
     }
-    state["optimizer"] = training.optimizer.sharded_state_dict(
-        models, is_loading=loading, metadata=metadata
+    state["optimizer"] = sharded_optimizer_state(
+        training.optimizer, models, is_loading=loading, metadata=metadata
     )
     state["scheduler"] = training.scheduler.state_dict()
     if with_rng:
@@ -273,7 +321,7 @@ def _free_space(folder: Path) -> str:
         return f"the folder cannot be looked at: {error}"
 
 
-def _in_first_process(work: Callable[[], T]) -> T:
+def in_first_process(work: Callable[[], T]) -> T:
     """What `work` returned in the first process, in all of them; its error is an error in all of them. Collective."""
     told: list[Any] = [None, None]
     failure: Exception | None = None
@@ -301,7 +349,7 @@ def begin_checkpoint(folder: Path, step: int) -> Path:
         temporary.mkdir()
         return temporary
 
-    return _in_first_process(make)
+    return in_first_process(make)
 
 
 def publish_checkpoint(temporary: Path, step: int, recipe: Recipe, data_fingerprint: str) -> Path:
@@ -320,7 +368,7 @@ def publish_checkpoint(temporary: Path, step: int, recipe: Recipe, data_fingerpr
         (temporary / META).write_text(json.dumps(meta, indent=2) + "\n")
         return _publish(temporary, step, recipe.train.keep_checkpoints)
 
-    return _in_first_process(publish)
+    return in_first_process(publish)
 
 
 def failed_save(
@@ -329,17 +377,13 @@ def failed_save(
     """The error of a save, which says what is still good. Removes what was written."""
     if temporary is not None and torch.distributed.get_rank() == 0:
         shutil.rmtree(temporary, ignore_errors=True)
-    good = newest_checkpoint(folder)
-    remaining = (
-        f"the newest good checkpoint is {good.path}" if good else "there is no earlier checkpoint"
-    )
     if isinstance(error, CheckpointException) and not error.failures:
         told = "a process could not write its part; rank 0 says which and why"
     else:
         cause = _root_cause(error)
         told = f"{type(cause).__name__}: {cause}"
     return CheckpointError(
-        f"could not save step {step} to {folder / folder_name(step)}: {told} ({_free_space(folder)}); {remaining}"
+        f"could not save step {step} to {folder / folder_name(step)}: {told} ({_free_space(folder)}); {describe_newest(folder)}"
     )
 
 
@@ -402,9 +446,9 @@ def load_checkpoint(checkpoint: Checkpoint, training: Training, recipe: Recipe) 
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    before = checkpoint.recipe["parallel"]
+    before = checkpoint.recipe.get("parallel", {})
     same_layout = all(
-        before[name] == getattr(recipe.parallel, name) for name in ("tensor", "pipeline")
+        before.get(name) == getattr(recipe.parallel, name) for name in ("tensor", "pipeline")
     )
     try:
         allocate_state(training.optimizer)

@@ -7,6 +7,7 @@ a key may appear once, and anchors, aliases, merge keys and tags are refused.
 Sections merge field by field; any other value, lists and blends included, is replaced whole.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,10 +31,15 @@ _SCALARS = (
 )
 
 
+MAX_DEPTH = 50
+"""Sections inside sections; Python's stack ends far above, and no recipe comes near."""
+
+
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the scalars above, unique string keys, and nothing that refers elsewhere."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
+    depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
@@ -47,7 +53,14 @@ class _Loader(yaml.SafeLoader):
                 problem=f"tag {event.tag!r} is not allowed in a recipe",
                 problem_mark=event.start_mark,
             )
-        return super().compose_node(parent, index)
+        if self.depth == MAX_DEPTH:
+            raise yaml.MarkedYAMLError(
+                problem=f"nested more than {MAX_DEPTH} deep", problem_mark=event.start_mark
+            )
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         made: dict[Any, Any] = {}
@@ -87,6 +100,8 @@ def _parse_yaml(text: str, source: str) -> Any:
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
         raise RecipeError(f"{source}{place}: {problem}") from None
+    except ValueError as error:  # of int(), on a number of thousands of digits
+        raise RecipeError(f"{source}: {str(error).partition(';')[0]}") from None
 
 
 def _merge(
@@ -107,7 +122,10 @@ def _merge(
 def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     """Content of a recipe file over those it extends."""
     asked_by = f" (extended by {chain[-1]})" if chain else ""
-    path = path.resolve()
+    try:
+        path = path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL
+        raise RecipeError(f"{show(str(path))}: no path of a recipe{asked_by}: {error}") from None
     if path in chain:
         raise RecipeError(
             f"extends: a cycle: {' -> '.join(str(p) for p in [*chain[chain.index(path) :], path])}"
@@ -154,6 +172,23 @@ def _override(content: dict[str, Any], text: str) -> None:
     place.update(_merge(place, {keys[-1]: value}, tuple(keys[:-1])))
 
 
+def _expand_home(content: dict[str, Any]) -> None:
+    """Replace the `~/` of paths that a run writes and reads, so that every reader of the recipe means one folder."""
+
+    def expanded(value: Any) -> Any:
+        if isinstance(value, list):
+            return [expanded(item) for item in value]
+        if isinstance(value, dict):
+            return {expanded(key): item for key, item in value.items()}
+        home = isinstance(value, str) and value.startswith("~/")
+        return os.path.expanduser(value) if home else value
+
+    for section, field in (("tracking", "dir"), ("data", "train"), ("data", "valid")):
+        place = content.get(section)
+        if isinstance(place, dict) and field in place:
+            place[field] = expanded(place[field])
+
+
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file, apply `section.field=value` overrides in order, check it, and register its own policies.
 
@@ -162,6 +197,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     content = _read(Path(path), ())
     for text in overrides:
         _override(content, text)
+    _expand_home(content)
     recipe = Recipe.parse(content)
     for name, policy in recipe.attention.build_policies().items():
         try:

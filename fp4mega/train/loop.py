@@ -3,20 +3,19 @@
 import math
 import signal
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fp4mega.megatron import adapted_to_cpu, arm_probes, set_rounding_step
-from fp4mega.tracking import Tracker, WandbSettings, build_manifest
+from fp4mega.tracking import Tracker, WandbSettings, build_manifest, read_run
 from fp4mega.train.async_saves import AsyncSaves
 from fp4mega.train.backends import layer_backends
 from fp4mega.train.checkpoint import (
     check_data,
+    describe_newest,
+    in_first_process,
     load_checkpoint,
-    newest_checkpoint,
     save_checkpoint,
 )
 from fp4mega.train.console import RunConsole
@@ -34,8 +33,10 @@ from fp4mega.train.launch import (
     start_process_groups,
     stop_process_groups,
 )
+from fp4mega.train.launch_record import note_launch
 from fp4mega.train.lost_ranks import describe_lost_ranks
 from fp4mega.train.model import build_training, check_installed, initial_fingerprint
+from fp4mega.train.only_writer import only_writer
 from fp4mega.train.probes import gather_probes, recorder
 from fp4mega.train.recipe import Recipe, RecipeError
 from fp4mega.train.run_dir import Start, find_start
@@ -43,6 +44,9 @@ from fp4mega.train.signals import TIME_LIMIT, StopRequest
 from fp4mega.train.step import StepResult, evaluate, train_step
 from fp4mega.train.throughput import flops_per_token, peak_tflops
 from fp4mega.train.validate import parameter_count, validate
+
+# An NFS server frees the locks of a machine that is gone after 90 s.
+LOST_LOCK_SECONDS = 100.0
 
 
 class TrainingError(RuntimeError):
@@ -58,32 +62,54 @@ def run(recipe: Recipe, launch: Launch) -> int:
     folder, TrainingError when the loss or a gradient is not finite, CheckpointError when a checkpoint cannot be
     written or read. Events up to that point and the last good checkpoint stay.
     """
-    try:
-        validate(recipe, launch.world_size, launch.device.type)
-        check_installed(recipe)
-        layers = layer_backends(recipe, launch.device)
-        start = find_start(recipe)
-        if launch.is_first and not start.finished:
-            prepare_missing(recipe.data)
-            check_files(recipe)
-    except (ValueError, OSError) as error:
-        raise RecipeError(str(error)) from error
-    if start.finished:
-        console = RunConsole(recipe.run_name, recipe.train.steps, 0, enabled=launch.is_first)
-        console.say(
-            f"{start.folder}: already finished {recipe.train.steps} steps; raise train.steps to go on"
-        )
-        return 0
-    with adapted_to_cpu() if launch.device.type == "cpu" else nullcontext():
+    with ExitStack() as held:
+        try:
+            validate(recipe, launch.world_size, launch.device.type)
+            check_installed(recipe)
+            layers = layer_backends(recipe, launch.device)
+            start = find_start(recipe)
+            if start.finished:
+                return _already_finished(recipe, launch, start)
+            if launch.is_first:
+                held.enter_context(only_writer(start.folder, _patience(recipe, launch)))
+                start = find_start(recipe)  # whoever held the folder may have got further
+                prepare_missing(recipe.data)
+                check_files(recipe)
+                if start.checkpoint is None:
+                    note_launch(start.folder)
+        except (ValueError, OSError) as error:
+            raise RecipeError(str(error)) from error
+        held.enter_context(adapted_to_cpu() if launch.device.type == "cpu" else nullcontext())
         start_process_groups(launch, recipe.parallel, timeout_minutes=recipe.train.timeout_minutes)
         code = None
         try:
-            code = _Run(recipe, launch, start, layers).train()
+            # What the first process saw holding the folder; it has prepared the data before.
+            start = in_first_process(lambda: start)
+            if start.finished:
+                code = _already_finished(recipe, launch, start)
+            else:
+                code = _Run(recipe, launch, start, layers).train()
             return code
         finally:
             # After an error the other processes may be waiting in a collective; torchrun ends them.
             if code is not None or launch.world_size == 1:
                 stop_process_groups()
+
+
+def _already_finished(recipe: Recipe, launch: Launch, start: Start) -> int:
+    console = RunConsole(recipe.run_name, recipe.train.steps, 0, enabled=launch.is_first)
+    console.say(
+        f"{start.folder}: already finished {recipe.train.steps} steps; raise train.steps to go on"
+    )
+    return 0
+
+
+def _patience(recipe: Recipe, launch: Launch) -> float:
+    """Seconds that a run's folder may still be held: under torchrun the life before may not have ended everywhere."""
+    if not launch.under_torchrun:
+        return 0.0
+    # Meanwhile the other processes wait for this one, for train.timeout_minutes.
+    return min(LOST_LOCK_SECONDS, 30 * recipe.train.timeout_minutes)
 
 
 class _Run:
@@ -98,7 +124,6 @@ class _Run:
         self.device = launch.device
         self.threads = choose_threads(launch)
         seed_everything(recipe.train.seed, launch.device)
-        torch.distributed.barrier()  # the first process has prepared the data
         checked = check_files(recipe)
         datasets = build_datasets(recipe, checked, start.folder / "sample_index")
         place = (
@@ -191,12 +216,14 @@ class _Run:
             lost = describe_lost_ranks(error, self.launch, give_up=lambda: bool(request.signal))
             if lost is None:
                 raise
-            raise TrainingError(f"{lost}; {self._good_checkpoint()}") from error
+            raise TrainingError(f"{lost}; {describe_newest(self.start.checkpoints)}") from error
 
     def _loop(self, request: StopRequest) -> int:
         """Update until the recipe's steps are made; returns the signal that stopped it early, or 0."""
         train, tracking = self.recipe.train, self.recipe.tracking
         spent, logged = 0.0, self.start.step
+        if self._was_stopped_before_evaluating():
+            self._evaluate(self.start.step)
         for step in range(self.start.step + 1, train.steps + 1):
             probing = _due(step, tracking.probe_interval)
             if probing:
@@ -224,8 +251,7 @@ class _Run:
                 ).items():
                     self._log("probe", step, layer=layer, **values)
             self.console.advance(step)
-            due = _due(step, train.eval_interval) or step == train.steps
-            if self.valid is not None and due and not stop:
+            if self._evaluation_due(step) and not stop:
                 self._evaluate(step)
             if saving:
                 self._save(step)
@@ -264,15 +290,30 @@ class _Run:
             **figures,
         )
 
+    def _evaluation_due(self, step: int) -> bool:
+        train = self.recipe.train
+        return self.valid is not None and (_due(step, train.eval_interval) or step == train.steps)
+
+    def _was_stopped_before_evaluating(self) -> bool:
+        """Whether the life before left out an evaluation, because a stop does not wait for one. Collective."""
+        step = self.start.step
+        if step == 0 or not self._evaluation_due(step):
+            return False
+
+        def is_missing() -> bool:
+            found = read_run(self.start.folder).events
+            return not any(event["type"] == "eval" and event["step"] == step for event in found)
+
+        return in_first_process(is_missing)
+
     def _evaluate(self, step: int) -> None:
-        if self.valid is None:
-            return
+        assert self.valid is not None
         loss = evaluate(self.training, self.recipe, self.valid, self.device)
         self._log("eval", step, loss=loss, split="valid")
         self.console.say(f"step {step}: validation loss {loss:.4f}")
         if not math.isfinite(loss):
             raise TrainingError(
-                f"step {step}: the validation loss is {loss}; {self._good_checkpoint()}"
+                f"step {step}: the validation loss is {loss}; {describe_newest(self.start.checkpoints)}"
             )
 
     def _save(self, step: int) -> None:
@@ -296,11 +337,7 @@ class _Run:
         self.console.say(f"step {step}: saved {path}")
 
     def _nonfinite(self, step: int, result: StepResult) -> str:
-        return f"step {step}: loss={result.loss}, grad_norm={result.grad_norm}: not finite, training stops; {self._good_checkpoint()}"
-
-    def _good_checkpoint(self) -> str:
-        good = newest_checkpoint(self.start.checkpoints)
-        return f"the newest good checkpoint is {good.path}" if good else "there is no checkpoint"
+        return f"step {step}: loss={result.loss}, grad_norm={result.grad_norm}: not finite, training stops; {describe_newest(self.start.checkpoints)}"
 
 
 def _due(step: int, interval: int | None) -> bool:

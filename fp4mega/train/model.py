@@ -1,6 +1,7 @@
 """A recipe's model, optimizer and schedule, built from Megatron-Core's parts."""
 
 import hashlib
+import inspect
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4mega.train.recipe import Recipe, RecipeError
+from fp4mega.train.expert_start import experts_drawn_whole
+from fp4mega.train.recipe import ParallelSection, Recipe, RecipeError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -21,6 +23,21 @@ class Training:
     chunks: list[Any]
     optimizer: Any
     scheduler: Any
+
+
+def _lost_share_of_balancing(parallel: ParallelSection) -> int:
+    """By what Megatron divides the gradient of the load-balancing loss too often when the loss is averaged over tokens.
+
+    That divides gradients by the tokens of all processes, and the router makes up for those of its own process. Where tensor
+    and context parallelism share a sequence out, these are too few: megatron-core 0.16.1 to 0.18.2 (NVIDIA/Megatron-LM issue
+    1652), repaired in 0.19.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    attach = inspect.getsource(TopKRouter.attach_and_log_load_balancing_loss)
+    if "self.tp_cp_group.size()" in attach:
+        return 1
+    return (parallel.tensor if parallel.sequence else 1) * parallel.context
 
 
 def transformer_config(recipe: Recipe, device: torch.device) -> Any:
@@ -36,7 +53,7 @@ def transformer_config(recipe: Recipe, device: torch.device) -> Any:
             "moe_router_topk": model.moe_router_topk,
             "moe_ffn_hidden_size": model.moe_ffn_hidden_size or model.ffn_hidden_size,
             "moe_router_load_balancing_type": "aux_loss",
-            "moe_aux_loss_coeff": 1e-2,
+            "moe_aux_loss_coeff": 1e-2 * _lost_share_of_balancing(parallel),
         }
     if recipe.train.recompute == "core_attn":
         options |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
@@ -76,7 +93,8 @@ def transformer_config(recipe: Recipe, device: torch.device) -> Any:
         expert_model_parallel_size=parallel.expert,
         sequence_parallel=parallel.sequence,
         calculate_per_token_loss=True,
-        # On the CPU weights are drawn whole and then cut, so a model starts the same however it is cut.
+        # On the CPU weights are drawn whole and then cut, so a model starts the same however it is cut, but for stages of a
+        # pipeline, which have seeds of their own.
         use_cpu_initialization=not on_gpu,
         # Interleaved stages on two ranks send activations and gradients between the same pair at once. A batch of sends and
         # receives would pair them by position, one for the other; the overlapped form has a channel for each direction.
@@ -121,9 +139,10 @@ def build_model(
         overlap_param_gather=overlap and recipe.optimizer.distributed,
         use_distributed_optimizer=recipe.optimizer.distributed,
     )
+    build = experts_drawn_whole()(GPTModel) if config.use_cpu_initialization else GPTModel
     chunks = []
     for stage in stages:
-        model: Any = GPTModel(
+        model: Any = build(
             config=config,
             transformer_layer_spec=gpt_block_spec(
                 config,

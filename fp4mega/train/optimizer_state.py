@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 
-def _parts(optimizer: Any) -> list[Any]:
+def parts_of(optimizer: Any) -> list[Any]:
     """The optimizers that Megatron chains: one, or dense and expert parameters apart."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
@@ -22,7 +22,7 @@ def _is_ours_to_load(optimizer: Any) -> bool:
     from megatron.core.optimizer import distrib_optimizer
 
     return not distrib_optimizer.HAVE_APEX_OR_TE and all(
-        isinstance(part, distrib_optimizer.DistributedOptimizer) for part in _parts(optimizer)
+        isinstance(part, distrib_optimizer.DistributedOptimizer) for part in parts_of(optimizer)
     )
 
 
@@ -30,7 +30,7 @@ def allocate_state(optimizer: Any) -> None:
     """Before a load: give every parameter that has none the state of torch's Adam before its first step."""
     if not _is_ours_to_load(optimizer):
         return
-    for adam in (part.optimizer for part in _parts(optimizer)):
+    for adam in (part.optimizer for part in parts_of(optimizer)):
         for parameter in (p for group in adam.param_groups for p in group["params"]):
             if not adam.state[parameter]:
                 adam.state[parameter] = {
@@ -49,7 +49,7 @@ def load_state(optimizer: Any, state: dict[Any, Any]) -> None:
     # One optimizer saves its groups at the top, several each under its number.
     saved = state["optimizer"] if "optimizer" in state else state[0]["optimizer"]
     step = float(saved["param_groups"][0]["step"])
-    parts = _parts(optimizer)
+    parts = parts_of(optimizer)
     for i, part in enumerate(parts):
         adam_states = list(part.optimizer.state.values())
         for adam_state in adam_states:

@@ -13,15 +13,12 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
-from math import isfinite
-from typing import Annotated, Any, Literal, Self, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BeforeValidator,
     Field,
     ValidationError,
-    create_model,
     field_serializer,
     field_validator,
     model_validator,
@@ -29,19 +26,18 @@ from pydantic import (
 
 from fp4mega.attention.policy import (
     AttentionPolicy,
-    DirectP,
-    get_policy,
     list_policies,
 )
 from fp4mega.attention.problem import MAX_HEAD_DIM
 from fp4mega.parallel import TWO_LEVELS_REASON, ExchangeName
+from fp4mega.train.policy_section import PolicySection, build_policy
 from fp4mega.train.schema import (
+    LARGEST_NUMBER,
     RecipeError,
     Section,
     explain,
     nearest,
     show,
-    show_key,
     table_of_fields,
 )
 
@@ -67,8 +63,10 @@ def _blend(value: Any) -> Any:
     if isinstance(value, dict):
         for prefix, weight in value.items():
             number = isinstance(weight, int | float) and not isinstance(weight, bool)
-            if not number or not isfinite(weight) or weight <= 0:
-                raise ValueError(f"{allowed}; the weight of {prefix!r} is {weight!r}")
+            if not number or not 0 < weight <= LARGEST_NUMBER:
+                raise ValueError(
+                    f"{allowed} and at most {LARGEST_NUMBER:g}; the weight of {show(prefix)} is {show(weight)}"
+                )
         return {prefix: float(weight) for prefix, weight in value.items()}
     if len(set(value)) != len(value):
         raise ValueError("a prefix appears twice; write {prefix: weight} to weigh it more")
@@ -91,7 +89,7 @@ Blend = Annotated[tuple[str, ...] | dict[str, float] | None, BeforeValidator(_bl
 class ModelSection(Section):
     """A Llama-style decoder: RMSNorm, SwiGLU, rotary embedding, grouped-query attention, no biases."""
 
-    num_layers: PositiveInt = Field(description="Decoder layers")
+    num_layers: Annotated[int, Field(ge=1, le=10_000)] = Field(description="Decoder layers")
     hidden_size: PositiveInt = Field(description="Width of the residual stream")
     ffn_hidden_size: PositiveInt = Field(
         description="Width inside the SwiGLU block (of each of its two halves)"
@@ -189,21 +187,6 @@ class LayerRule(Section):
     policy: str = Field(description="Policy of the layers that match")
 
 
-def _optional_fields(name: str, source: type, **extra: Any) -> type[Section]:
-    """A section with the fields of dataclass `source`, none of them required; unset ones come from elsewhere."""
-    hints = get_type_hints(source)
-    made = {f.name: (hints[f.name], None) for f in fields(source) if f.init and f.name != "name"}
-    return create_model(
-        name, __base__=Section, __doc__=f"Fields of {source.__name__}.", **{**made, **extra}
-    )
-
-
-DirectPSection = _optional_fields("DirectPSection", DirectP)
-PolicySection = _optional_fields(
-    "PolicySection", AttentionPolicy, base=(str, None), direct_p=(DirectPSection | None, None)
-)
-
-
 class AttentionSection(Section):
     """Which numbers attention computes with, and which backend computes them."""
 
@@ -252,46 +235,8 @@ class AttentionSection(Section):
         made: dict[str, AttentionPolicy] = {}
         for name, section in self.policies.items():
             given = section.model_dump(exclude_unset=True)  # type: ignore[attr-defined]
-            made[name] = _build_policy(name, given, made)
+            made[name] = build_policy(name, given, made)
         return made
-
-
-def _build_policy(
-    name: str, given: dict[str, Any], earlier: Mapping[str, AttentionPolicy]
-) -> AttentionPolicy:
-    where = f"policies.{show_key(name)}"
-    base: dict[str, Any] = {}
-    if "base" in given:
-        known = [*list_policies(), *earlier]
-        if given["base"] not in known:
-            raise ValueError(
-                f"{where}.base={show(given['base'])}: unknown policy{nearest(given['base'], known)}; "
-                f"allowed: built-in policies and those above this one: {', '.join(known)}"
-            )
-        base = (earlier.get(given["base"]) or get_policy(given["base"])).as_dict()
-    values = {**base, **{key: value for key, value in given.items() if key != "base"}, "name": name}
-    required = [f.name for f in fields(AttentionPolicy) if f.init and f.default is MISSING]
-    missing = [field for field in required if field not in values]
-    if missing:
-        raise ValueError(
-            f"{where}: {', '.join(missing)} missing; give them, or a `base` to take them from"
-        )
-    if values.get("direct_p") is not None:
-        inherited = base.get("direct_p") or {}
-        values["direct_p"] = {**inherited, **values["direct_p"]}
-        for field in ("slope", "offset"):
-            if field not in values["direct_p"]:
-                raise ValueError(f"{where}.direct_p.{field} is missing")
-        try:
-            values["direct_p"] = DirectP(**values["direct_p"])
-        except ValueError as error:
-            raise ValueError(f"{where}.{error}") from None
-    try:
-        return AttentionPolicy(**values)
-    except ValueError as error:
-        # A policy calls its field "policy 'x': v"; in the recipe the same field is "policies.x.v".
-        field = str(error).removeprefix(f"policy {name!r}: ")
-        raise ValueError(f"{where}{'.' if field != str(error) else ': '}{field}") from None
 
 
 class ParallelSection(Section):
@@ -328,7 +273,7 @@ class OptimizerSection(Section):
         BeforeValidator(_list_to_tuple),
     ] = Field(default=(0.9, 0.95), description="AdamW's two decay rates")
     eps: Positive = Field(default=1e-8, description="AdamW's epsilon")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(
+    weight_decay: Annotated[float, Field(ge=0, le=1_000_000)] = Field(
         default=0.1, description="Decoupled weight decay of matrices"
     )
     clip_grad: Annotated[float, Field(ge=0)] = Field(
@@ -383,6 +328,8 @@ class TokenizerSection(Section):
 
 class PrepareSection(Section):
     """How to make the data when its files do not exist yet."""
+
+    _largest_integer: ClassVar[int] = 2**63 - 1
 
     source: Annotated[str, Field(min_length=1)] = Field(
         description="A folder of text files, or `python_stdlib`: sources and docs of the running Python"
@@ -512,7 +459,7 @@ class TrainSection(Section):
         default=None,
         description="End the run, with a checkpoint and exit code 0, after the step that passes this time since its start; null: never",
     )
-    timeout_minutes: Positive = Field(
+    timeout_minutes: Annotated[float, Field(gt=0, le=525_600)] = Field(
         default=10.0,
         description="A process that waits this long for another, at the start or in a collective, ends the run",
     )

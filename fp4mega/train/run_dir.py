@@ -5,7 +5,8 @@ from pathlib import Path
 
 from fp4mega.tracking import read_run
 from fp4mega.tracking.manifest import MANIFEST
-from fp4mega.train.checkpoint import Checkpoint, check_resumable, newest_checkpoint
+from fp4mega.train.checkpoint import LATEST, Checkpoint, check_resumable, newest_checkpoint
+from fp4mega.train.launch_record import check_launch_has_a_name, published_by_this_launch
 from fp4mega.train.recipe import Recipe, RecipeError
 
 
@@ -32,17 +33,21 @@ class Start:
 def find_start(recipe: Recipe) -> Start:
     """Decide where the run begins.
 
-    - `train.resume=false`: anew. Earlier checkpoints stay until the first new one is complete.
+    - `train.resume=false`: anew, unless this launch itself has already begun anew and saved, and its processes were started
+      again. Earlier checkpoints stay until the first new one is complete.
     - A finished run of at least `train.steps` updates: nothing to do.
     - A checkpoint: onward from the newest one. A finished run goes on when `train.steps` was raised.
     - Otherwise anew.
 
-    Raises RecipeError when the folder holds another experiment, or a finished run that has no checkpoint to go on from.
+    Raises RecipeError when the folder holds another experiment, or a finished run that has no checkpoint to go on from, and
+    when `train.resume=false` and torchrun would restart processes that cannot know their launch.
     """
     folder = Path(recipe.tracking.dir) / recipe.run_name
     anew = Start(folder, None, finished=False)
     if not recipe.train.resume:
-        return anew
+        check_launch_has_a_name()
+        if not published_by_this_launch(folder, anew.checkpoints / LATEST):
+            return anew
     checkpoint = newest_checkpoint(anew.checkpoints)
     changed = (
         tuple(check_resumable(checkpoint.path, checkpoint.recipe, recipe)) if checkpoint else ()

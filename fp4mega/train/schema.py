@@ -4,9 +4,12 @@ import json
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
+
+LARGEST_INTEGER = 2**31 - 1
+LARGEST_NUMBER = 1e30
 
 
 class RecipeError(ValueError):
@@ -17,6 +20,19 @@ class Section(BaseModel):
     """Base of every part of a recipe: frozen, unknown keys refused, no conversions between types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    _largest_integer: ClassVar[int] = LARGEST_INTEGER
+
+    @field_validator("*")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        """Sizes and counts that torch holds in 32 bits, and numbers that FP32 holds with room for what multiplies them."""
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                limit = cls._largest_integer if isinstance(number, int) else LARGEST_NUMBER
+                if abs(number) > limit:
+                    raise ValueError(f"expected at most {limit}")
+        return value
 
 
 def nearest(name: object, allowed: list[str]) -> str:

@@ -1,4 +1,6 @@
-"""`python -m fp4mega.train` in which one rank dies or hangs once: FAULT RANK STEP, then the recipe and the usual arguments.
+"""`python -m fp4mega.train` in which one rank dies or hangs once: FAULT RANK STEP FOLDER, then the usual arguments.
+
+Ranks meet through files in FOLDER, under which the run must lie.
 
 `die-beside-save` is a death in a step while the save of the step before is in flight: nobody's writer gets beyond its first item.
 
@@ -97,11 +99,11 @@ def meet_before_the_group_forms(folder: Path) -> None:
 if __name__ == "__main__":
     fault, rank, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
     assert fault in FAULTS
-    folder = Path(sys.argv[4]).parent
+    folder = Path(sys.argv[4])
     meet_before_the_group_forms(folder)
     if not (folder / "struck").exists():
         if fault == "die-beside-save":
             hold_writers_of(step - 1)
         if os.environ["RANK"] == rank:
             arrange(fault, folder, step)
-    sys.exit(__main__.main(sys.argv[4:]))
+    sys.exit(__main__.main(sys.argv[5:]))

@@ -180,7 +180,7 @@ def test_a_killed_writer_is_an_error_in_every_process(tmp_path):
     results = run_distributed(save_in_flight, ranks, recipe, tmp_path, 1)
     for rank in results:
         assert "could not save step 3" in rank["error"]
-        assert "there is no earlier checkpoint" in rank["error"]
+        assert "there is no checkpoint" in rank["error"]
     assert "the process of rank 1 that writes it was killed by SIGKILL" in results[0]["error"]
     assert "rank 0 says which and why" in results[1]["error"]
     assert list(tmp_path.iterdir()) == []

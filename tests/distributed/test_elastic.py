@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -47,7 +48,7 @@ def start(folder, fault, *overrides, restarts=0, ranks=2):
         "--monitor-interval",
         "0.2",
     ]
-    command += [str(SCRIPT), *fault, str(folder / "recipe.yaml"), *overrides]
+    command += [str(SCRIPT), *fault, str(folder), str(folder / "recipe.yaml"), *overrides]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -111,6 +112,17 @@ def train_undisturbed(world, recipe):
         return loop.run(Recipe.parse(recipe), launch)
 
 
+def train_with_another_view_in_rank_1(world, recipe):
+    """As where a file system shows another machine's rename late: rank 1 sees no checkpoint."""
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            original = loop.find_start
+            patch.setattr(
+                loop, "find_start", lambda recipe: replace(original(recipe), checkpoint=None)
+            )
+        return train_undisturbed(world, recipe)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
@@ -119,16 +131,26 @@ def undisturbed(tmp_path_factory):
     return history(folder)
 
 
+def test_every_rank_starts_where_the_first_one_found_the_run(undisturbed, tmp_path):
+    recipe = recipe_in(tmp_path)
+    first_half = recipe | {"train": recipe["train"] | {"steps": 3}}
+    first_half["optimizer"] = recipe["optimizer"] | {"decay_steps": STEPS}
+    assert run_distributed(train_undisturbed, 2, first_half) == [0, 0]
+    assert run_distributed(train_with_another_view_in_rank_1, 2, recipe) == [0, 0]
+    assert history(tmp_path) == undisturbed
+
+
 @pytest.mark.parametrize(
-    ("fault", "first_life_reached"),
-    [(("die-in-step", "1", "5"), 4), (("die-in-save", "0", "6"), 6)],
+    ("fault", "first_life_reached", "resume"),
+    [(("die-in-step", "1", "5"), 4, "false"), (("die-in-save", "0", "6"), 6, "true")],
     ids=["in-a-step", "in-a-save"],
 )
 def test_a_killed_rank_is_restarted_from_the_last_good_checkpoint(
-    fault, first_life_reached, undisturbed, tmp_path
+    fault, first_life_reached, resume, undisturbed, tmp_path
 ):
+    """`train.resume=false` is about what was there before the launch."""
     # Two restarts to spare: between torchrun's choosing a port and a worker's listening on it, anyone may take it.
-    code, told = finish(start(tmp_path, fault, restarts=3))
+    code, told = finish(start(tmp_path, fault, f"train.resume={resume}", restarts=3))
     assert code == 0, told
     assert history(tmp_path) == undisturbed
     first, second = lives(tmp_path)[:-2], lives(tmp_path)[-2:]

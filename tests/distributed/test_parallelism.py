@@ -54,6 +54,21 @@ CASES = {
     ),
     "expert": (2, EXPERTS, False, NVFP4, SAME),
     "expert-distributed-optimizer": (2, {**EXPERTS, **DISTRIBUTED}, False, NVFP4, SAME),
+    # The gradient of the router has the load-balancing loss in it.
+    "experts-tensor-sequence": (
+        2,
+        {"model": EXPERTS["model"], "parallel": {"tensor": 2, "sequence": True}},
+        False,
+        "exact",
+        HALVES,
+    ),
+    "experts-context": (
+        2,
+        {"model": EXPERTS["model"], "parallel": {"context": 2}},
+        False,
+        "exact",
+        HALVES,
+    ),
     "tensor-pipeline": (4, {"parallel": {"tensor": 2, "pipeline": 2}}, False, "exact", HALVES),
     "tensor-data": (4, {"parallel": {"tensor": 2}, **DISTRIBUTED}, True, "exact", HALVES),
     "data-pipeline": (4, {"parallel": {"pipeline": 2}}, False, NVFP4, SAME),

@@ -12,6 +12,7 @@ from run_harness import events
 from fp4mega.train import checkpoint
 from fp4mega.train.checkpoint import (
     CheckpointError,
+    describe_newest,
     list_checkpoints,
     newest_checkpoint,
 )
@@ -41,6 +42,9 @@ def test_unfinished_folders_are_ignored_and_removed(train, run_dir):
     assert newest_checkpoint(checkpoints).step == 4
 
 
+GOOD = {"schema": 1, "step": 2, "recipe": {}, "recipe_digest": "a", "data_fingerprint": "b"}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -50,14 +54,48 @@ def test_unfinished_folders_are_ignored_and_removed(train, run_dir):
             '{"schema": 1, "step": 2, "recipe": {}}',
             "recipe_digest, data_fingerprint missing: the file is damaged; remove",
         ),
+        ("", "not a JSON file: .*: the file is damaged; remove .*iter_0000002 to resume from an"),
+        ("\xff", "not a JSON file: .*: the file is damaged"),
+        (json.dumps(GOOD | {"step": "2"}), 'step="2": expected an integer'),
+        (json.dumps(GOOD | {"step": True}), "step=true: expected an integer"),
+        (json.dumps(GOOD | {"step": 8}), "step=8: expected that of the folder's name"),
+        (json.dumps(GOOD | {"recipe": [1]}), r"recipe=\[1\]: expected a mapping"),
+        (json.dumps(GOOD | {"data_fingerprint": None}), "data_fingerprint=null: expected a string"),
+        (None, "No such file or directory: the file is damaged"),
     ],
 )
-def test_a_damaged_description_is_an_error_that_names_it(tmp_path, content, message):
+@pytest.mark.parametrize("latest", ["iter_0000002", None])
+def test_a_damaged_description_is_an_error_that_names_it(tmp_path, content, message, latest):
     folder = tmp_path / "iter_0000002"
     folder.mkdir()
-    (folder / "checkpoint.json").write_text(content)
+    if content is not None:
+        (folder / "checkpoint.json").write_text(content, encoding="latin-1")
+    if latest is not None:
+        (tmp_path / "latest").write_text(f"{latest}\n")
     with pytest.raises(RecipeError, match=f"iter_0000002/checkpoint.json: .*{message}"):
         newest_checkpoint(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_not_passed_over_in_silence(train, run_dir, monkeypatch):
+    train(steps=4, save_interval=2)
+    checkpoints = run_dir / "checkpoints"
+    (checkpoints / "iter_0000004" / "checkpoint.json").write_text("")
+    before = names(run_dir), (run_dir / "events.jsonl").read_bytes()
+    told = r"iter_0000004/checkpoint.json: .*; remove .*iter_0000004 to resume from an older one"
+    with monkeypatch.context() as patch:
+        patch.setattr("fp4mega.train.loop.start_process_groups", None)
+        with pytest.raises(RecipeError, match=told):
+            train(steps=6, save_interval=2)
+        (checkpoints / "latest").unlink()
+        with pytest.raises(RecipeError, match=told):
+            train(steps=6, save_interval=2)
+    assert (run_dir / "events.jsonl").read_bytes() == before[1]
+    assert "iter_0000004" in describe_newest(checkpoints)
+    shutil.rmtree(checkpoints / "iter_0000004")
+    assert newest_checkpoint(checkpoints).step == 2
+    (checkpoints / "iter_0000002" / "checkpoint.json").write_text("")
+    with pytest.raises(RecipeError, match="iter_0000002/checkpoint.json"):
+        train(steps=6, save_interval=2)
 
 
 def test_latest_decides_and_its_absence_does_not_hurt(train, run_dir):

@@ -63,6 +63,31 @@ def test_bad_input_is_one_message_and_exit_code_2(recipe_file, capsys, overrides
     assert "Traceback" not in told
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--world-size", "64"], "--world-size 64: needs --dry-run or --plan"),
+        (["--device", "cuda"], "--device cuda: needs --dry-run or --plan"),
+        (["--print", "--world-size", "1"], "--world-size 1: needs --dry-run or --plan"),
+        (["--gpus-per-node", "8"], "--gpus-per-node 8: needs --plan"),
+        (["--dry-run", "--gpus-per-domain", "0"], "--gpus-per-domain 0: needs --plan"),
+        (["--print", "--plan"], "--plan: not allowed with --print or --dry-run"),
+        (["--dry-run", "--plan"], "--plan: not allowed with --print or --dry-run"),
+    ],
+)
+def test_no_option_is_ignored(recipe_file, capsys, options, message):
+    with pytest.raises(SystemExit) as ended:
+        main([recipe_file, *options])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--gpus-per-domain", "--gpus-per-node"])
+def test_a_plan_for_no_gpus_is_refused(recipe_file, capsys, option):
+    assert main([recipe_file, "--plan", option, "0"]) == 2
+    assert f"{option}=0" in capsys.readouterr().err
+
+
 def test_a_truncated_file_is_refused_with_its_sizes(recipe_file, content, corpus, tmp_path, capsys):
     for ending in ("_train.bin", "_train.idx"):
         with open(f"{corpus}{ending}", "rb") as stream:

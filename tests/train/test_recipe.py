@@ -260,15 +260,42 @@ def test_split_is_three_shares(split):
         ([], "data.train=[]: expected a non-empty list of prefixes or a mapping"),
         ("prefix", 'data.train="prefix": expected a non-empty list'),
         ([3], "a prefix is the path of a .bin/.idx pair"),
-        ({"a": 0}, "the weight of 'a' is 0"),
-        ({"a": True}, "the weight of 'a' is True"),
-        ({"a": float("nan")}, "the weight of 'a' is nan"),
+        ({"a": 0}, 'the weight of "a" is 0'),
+        ({"a": True}, 'the weight of "a" is true'),
+        ({"a": float("nan")}, 'the weight of "a" is NaN'),
+        ({"a": 1e308, "b": 1e308}, 'at most 1e+30; the weight of "a" is 1e+308'),
+        ({"a": 10**400}, 'the weight of "a" is 1000'),
         (["a", "a"], "a prefix appears twice"),
     ],
 )
 def test_bad_blends(blend, part):
     (line,) = errors_of(("data", {"kind": "indexed", "train": blend}))
     assert part in line
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "line"),
+    [
+        ("model.hidden_size", 10**20, "model.hidden_size=100000000000000000000: expected at most 2147483647"),
+        ("train.steps", 2**31, "train.steps=2147483648: expected at most 2147483647"),
+        ("model.window_size", [2**31, -1], "model.window_size=[2147483648, -1]: expected at most 2147483647"),
+        ("optimizer.lr", 1e300, "optimizer.lr=1e+300: expected at most 1e+30"),
+        ("train.max_seconds", 1e300, "train.max_seconds=1e+300: expected at most 1e+30"),
+        ("model.num_layers", 10**6, "model.num_layers=1000000: expected integer >= 1 and <= 10000"),
+        ("train.timeout_minutes", 1e300, "train.timeout_minutes=1e+300: expected number > 0 and <= 525600"),
+    ],
+)  # fmt: skip
+def test_numbers_that_nothing_could_hold(field, value, line):
+    assert line in errors_of((field, value))
+
+
+def test_a_limit_of_bytes_may_be_larger_than_other_integers():
+    prepare = {"source": "s", "max_bytes": 10**12}
+    content = changed(("data", {"kind": "indexed", "train": ["x"], "prepare": prepare}))
+    assert Recipe.parse(content).data.prepare.max_bytes == 10**12
+    prepare["max_bytes"] = 2**63
+    (line,) = errors_of(("data", {"kind": "indexed", "train": ["x"], "prepare": prepare}))
+    assert line.startswith("data.prepare.max_bytes=9223372036854775808: expected at most")
 
 
 def test_every_problem_has_its_line():

@@ -1,5 +1,8 @@
 """Files: strict YAML, extends, overrides, policies registered on loading, and the resolved recipe read back."""
 
+import json
+import re
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -92,6 +95,52 @@ def test_missing_files(folder):
     path = write(folder, "extends: base/none.yaml\n")
     assert error_of(path) == f"{folder}/base/none.yaml: no such recipe (extended by {path})"
     assert "cannot be read as UTF-8 text" in error_of(folder / "base")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a\0b.yaml", r'a\\u0000b.yaml": no path of a recipe'),
+        ("x" * 300, "x.* cannot be read|x.*: no path"),
+    ],
+)
+def test_names_that_no_file_can_have(folder, name, message):
+    assert re.search(message, error_of(folder / name))
+    assert re.search(message, error_of(write(folder, f"extends: {json.dumps(name)}\n")))
+
+
+@pytest.mark.parametrize("depth", [60, 1500, 30_000])
+@pytest.mark.parametrize(("left", "right"), [("[", "]"), ("{a: ", "}")])
+def test_nesting_has_a_limit(folder, depth, left, right):
+    nested = depth * left + depth * right
+    place = "line 1, column "
+    assert error_of(write(folder, f"name: {nested}\n")).endswith("nested more than 50 deep")
+    assert place in error_of(write(folder, f"name: {nested}\n"))
+    told = error_of(folder / "base" / "small.yaml", f"train.steps={nested}")
+    assert told.endswith("nested more than 50 deep")
+
+
+def test_a_number_of_thousands_of_digits(folder):
+    path = folder / "base" / "small.yaml"
+    assert "run.yaml: Exceeds the limit" in error_of(
+        write(folder, f"name: {'9' * 5000}\n", "run.yaml")
+    )
+    assert "Exceeds the limit" in error_of(path, f"train.steps={'9' * 5000}")
+    for field in ("train.steps", "optimizer.lr", "data.split", "model.window_size"):
+        assert error_of(path, f"{field}={'9' * 4000}").startswith(f"{field}=9999")
+
+
+def test_home_is_expanded_in_the_paths_that_a_run_uses(folder, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    path = folder / "base" / "small.yaml"
+    recipe = load_recipe(
+        path, ["tracking.dir=~/runs", "data.train=[~/a, b~/c]", "data.kind=indexed"]
+    )
+    assert (recipe.tracking.dir, recipe.data.train) == ("/home/me/runs", ("/home/me/a", "b~/c"))
+    blend = ["data.train={~/a: 1.0, /b: 2.0}", "data.valid=[~/v]", "data.kind=indexed"]
+    recipe = load_recipe(path, blend)
+    assert recipe.data.train == {"/home/me/a": 1.0, "/b": 2.0}
+    assert recipe.data.valid == ("/home/me/v",)
 
 
 def test_not_text(folder):
@@ -273,7 +322,7 @@ WORDS = st.text(min_size=1, max_size=12).filter(
 )
 @given(
     blend=st.dictionaries(
-        WORDS, st.floats(min_value=1e-300, max_value=1e300), min_size=1, max_size=3
+        WORDS, st.floats(min_value=1e-300, max_value=1e30), min_size=1, max_size=3
     ),
     group=st.none() | WORDS,
     lr=st.floats(min_value=1e-12, max_value=10),

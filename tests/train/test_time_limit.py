@@ -35,6 +35,19 @@ def test_time_is_over_after_a_step_and_the_next_call_goes_on(
     assert len(resumed) == 4
 
 
+def test_the_evaluation_due_at_a_stop_is_made_up_for(train, content, run_dir):
+    content["optimizer"]["decay_steps"] = 3
+    assert train(max_seconds=1e-3, save_interval=4, eval_interval=1, steps=3) == 0
+    assert train(max_seconds=1e-3, save_interval=4, eval_interval=1, steps=3) == 0
+    assert train(save_interval=4, eval_interval=1, steps=3) == 0
+    found = read_run(run_dir).series("eval", "loss")
+    content["name"] = "straight"
+    assert train(eval_interval=1, steps=3) == 0
+    wanted = read_run(run_dir.with_name("straight__bf16")).series("eval", "loss")
+    assert found[0].tolist() == wanted[0].tolist() == [1, 2, 3]
+    assert found[1].tolist() == wanted[1].tolist()
+
+
 def test_a_run_that_finishes_in_time_is_finished(train, content, run_dir):
     content["train"] |= {"save_interval": 6}
     assert train(max_seconds=1e9) == 0

@@ -21,6 +21,9 @@ from fp4mega.train.recipe import DataSection, Recipe, RecipeError
 
 FINGERPRINT_BATCHES = 2
 
+# What a batch is made of. A dataset may tell more about a sample: Megatron's blend adds the number of its file.
+BATCH_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+
 
 @dataclass(frozen=True, slots=True)
 class CheckedData:
@@ -168,7 +171,7 @@ class Batches:
 
     def _collate(self, samples: list[int], device: torch.device) -> dict[str, Tensor]:
         items = [self.dataset[i] for i in samples]
-        made = {name: torch.stack([item[name] for item in items]) for name in items[0]}
+        made = {name: torch.stack([item[name] for item in items]) for name in BATCH_FIELDS}
         for name in ("tokens", "labels"):
             low, high = int(made[name].min()), int(made[name].max())
             if low < 0 or high >= self.vocab_size:

@@ -4,7 +4,6 @@ PREFIX.idx: the magic `MMIDIDX\\0\\0`, version (uint64, 1), dtype code (uint8), 
 document boundaries (uint64), then lengths (int32), byte offsets (int64) and boundaries (int64). PREFIX.bin: the tokens.
 """
 
-import json
 import os
 import struct
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fp4mega.train.data.prepare import read_sidecar
 from fp4mega.train.data.tokenizers import Tokenizer, identify
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -103,7 +103,7 @@ def check_vocabulary(file: TokenFile, tokenizer: Tokenizer, vocab_size: int) -> 
     }:
         sidecar = Path(f"{out}.json")
         if sidecar.is_file():
-            made = json.loads(sidecar.read_text()).get("tokenizer")
+            made = read_sidecar(sidecar)["tokenizer"]
             if made != identify(tokenizer):
                 raise ValueError(
                     f"{file.prefix}.bin: tokenized with {made}, the recipe's tokenizer is {identify(tokenizer)}"

@@ -11,12 +11,16 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import numpy as np
 from rich.console import Console
@@ -73,6 +77,22 @@ def split_prefixes(request: Request, out: str) -> dict[str, str]:
     return {"train": f"{out}_train", "valid": f"{out}_valid"}
 
 
+def read_sidecar(path: Path) -> dict[str, Any]:
+    """The description of prepared data. Raises ValueError naming a file that is none."""
+    try:
+        made = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        problem = str(error)
+    else:
+        if isinstance(made, dict) and "tokenizer" in made:
+            return made
+        problem = "it names no tokenizer"
+    raise ValueError(
+        f"{path}: not a description of prepared data ({problem}); rename it when it is another file, delete it to "
+        "prepare again"
+    )
+
+
 def is_prepared(request: Request, out: str, tokenizer: Tokenizer) -> bool:
     """True when PREFIX.json vouches for files made from this request, False when there is none.
 
@@ -82,13 +102,12 @@ def is_prepared(request: Request, out: str, tokenizer: Tokenizer) -> bool:
     path = sidecar_path(out)
     if not path.exists():
         return False
-    try:
-        made = json.loads(path.read_text())
-        made_from, made_with = made["request"], made["tokenizer"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    made = read_sidecar(path)
+    made_from, made_with = made.get("request"), made["tokenizer"]
+    if not isinstance(made_from, dict):
         raise ValueError(
-            f"{path}: not a description of prepared data ({error}); delete it to prepare again"
-        ) from error
+            f"{path}: not a description of prepared data (it holds no request); delete it to prepare again"
+        )
     asked = request.as_dict()
     different = [
         f"{k}={made_from.get(k)!r} there, {asked[k]!r} asked for"
@@ -107,13 +126,36 @@ def is_prepared(request: Request, out: str, tokenizer: Tokenizer) -> bool:
 def prepare(
     request: Request, out: str, tokenizer: Tokenizer, console: Console | None = None
 ) -> dict[str, Any]:
-    """Prepare and return the sidecar's content. Raises ValueError when the source holds nothing usable.
+    """Prepare and return the sidecar's content. Files that were made from the same request are made anew.
 
-    On an error or an interrupt nothing new is left behind, and earlier files of that prefix are as they were.
+    Raises ValueError when the source holds nothing usable, and when files of that prefix were made from something else. On
+    an error, an interrupt or a SIGTERM nothing new is left behind, and earlier files of that prefix are as they were.
     """
+    is_prepared(request, out, tokenizer)
+    with _unwound_by_sigterm():
+        return _prepare(request, out, tokenizer, console or Console(stderr=True))
+
+
+@contextmanager
+def _unwound_by_sigterm() -> Iterator[None]:
+    """Have a SIGTERM end this process by an exception, so that files under temporary names are removed."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # only that one may set a handler
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _prepare(request: Request, out: str, tokenizer: Tokenizer, console: Console) -> dict[str, Any]:
     from megatron.core.datasets.indexed_dataset import get_bin_path, get_idx_path
 
-    console = console or Console(stderr=True)
     prefixes = split_prefixes(request, out)
     for path in (prefix + ending for prefix in prefixes.values() for ending in (".bin", ".idx")):
         if os.path.exists(path) and not sidecar_path(out).exists():
@@ -234,6 +276,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return 2
+    except KeyboardInterrupt:
+        console.print("error: interrupted; nothing was changed", markup=False, highlight=False)
+        return 128 + signal.SIGINT
     for name, part in content["splits"].items():
         console.print(
             f"{split_prefixes(request, options.out)[name]}: {part['documents']:,} documents, {part['bytes']:,} bytes, {part['tokens']:,} tokens",

@@ -44,7 +44,7 @@ def list_files(source: str, suffixes: tuple[str, ...]) -> list[Path]:
     if source == PYTHON_STDLIB:
         root, skipped = Path(sysconfig.get_path("stdlib")), _NOT_STDLIB
     else:
-        root, skipped = Path(source).expanduser(), set()
+        root, skipped = Path(os.path.expanduser(source)), set()
     if not root.is_dir():
         raise ValueError(
             f"source={source!r}: {root} is not a folder; expected a folder of text files or {PYTHON_STDLIB}"

@@ -5,6 +5,7 @@ Both have the part of Megatron's tokenizer interface that its GPT datasets use: 
 """
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, path: str) -> None:
         from tokenizers import Tokenizer as Library
 
-        file = Path(path).expanduser()
+        file = Path(os.path.expanduser(path))
         file = file / "tokenizer.json" if file.is_dir() else file
         if not file.is_file():
             raise ValueError(

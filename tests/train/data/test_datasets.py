@@ -1,9 +1,11 @@
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from fp4mega.tracking import read_run
 from fp4mega.train.data.datasets import (
     Batches,
     build_datasets,
@@ -111,6 +113,38 @@ def test_a_list_of_prefixes_weighs_tokens_and_repeats_as_needed(
     drawn = np.bincount(train.dataset_index[:2000], minlength=2) / 2000
     assert len(train) >= 2000
     assert drawn == pytest.approx(tokens / tokens.sum(), abs=0.01)
+
+
+def test_a_batch_of_a_blend_holds_the_samples_it_drew(content, corpus, tmp_path, process_group):
+    """Whatever else Megatron's datasets tell about a sample."""
+    content["data"]["train"] = {f"{corpus}_train": 1.0, f"{corpus}_valid": 1.0}
+    recipe, _, train, _ = build(content, tmp_path)
+    micro_batches = Batches(train, recipe, 0, 1).load(3, torch.device("cpu"))
+    drawn = [train[i] for i in range(12, 16)]
+    assert {int(sample["dataset_id"]) for sample in drawn} == {0, 1}
+    assert [sorted(m) for m in micro_batches] == [
+        ["labels", "loss_mask", "position_ids", "tokens"]
+    ] * 2
+    for name in micro_batches[0]:
+        rows = torch.cat([m[name] for m in micro_batches])
+        assert torch.equal(rows, torch.stack([sample[name] for sample in drawn]))
+
+
+@pytest.mark.parametrize("kind", ["weights", "list", "split", "valid"])
+def test_a_blend_trains_and_evaluates(content, corpus, run_dir, train, kind):
+    both = [f"{corpus}_train", f"{corpus}_valid"]
+    content["data"] |= {
+        "weights": {"train": dict.fromkeys(both, 0.5)},
+        "list": {"train": both},
+        "split": {"train": both, "valid": None, "split": "70,30,0"},
+        "valid": {"valid": both},
+    }[kind]
+    assert train(steps=3) == 0
+    history = read_run(run_dir).events
+    losses = [e["loss"] for e in history if "loss" in e]
+    assert [e["type"] for e in history if "loss" in e] == ["train"] * 3 + ["eval"]
+    assert losses[0] == pytest.approx(math.log(264), abs=0.1)
+    assert losses[-1] < losses[0] - 0.3
 
 
 def test_rewritten_files_are_not_read_through_an_old_index(content, tmp_path, process_group):

@@ -102,6 +102,21 @@ def test_an_id_outside_the_vocabulary_is_named(prefix):
         check_vocabulary(file, ByteTokenizer(), 256)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ['{"text": "a"}\n{"text": "b"}\n', "[1]", "", '{"text": "a"}', "\xff", "[" * 100_000, "null"],
+    ids=["lines", "list", "empty", "other", "latin", "deep", "null"],
+)
+def test_a_json_file_that_is_no_description_is_named(tmp_path, text):
+    write_pair(tmp_path / "mine_train", [[1, 2]])
+    (tmp_path / "mine.json").write_text(text, encoding="latin-1")
+    file = check_token_file(str(tmp_path / "mine_train"))
+    with pytest.raises(
+        ValueError, match=r"mine.json: not a description of prepared data \(.*\); rename it"
+    ):
+        check_vocabulary(file, ByteTokenizer(), 257)
+
+
 @pytest.mark.parametrize("split", ["", "_train", "_valid"])
 def test_the_tokenizer_of_the_sidecar_must_be_the_recipes(tmp_path, split):
     write_pair(tmp_path / f"d{split}", [[1, 2]])

@@ -1,5 +1,7 @@
 import json
+import os
 import re
+import signal
 import sysconfig
 from pathlib import Path
 
@@ -120,6 +122,59 @@ def test_is_prepared_compares_request_and_tokenizer(tmp_path):
     assert is_prepared(request, out, BYTES)
     with pytest.raises(ValueError, match="max_bytes=None there, 5 asked for"):
         is_prepared(Request(source=str(tmp_path / "in"), max_bytes=5), out, BYTES)
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", '{"request": 5, "tokenizer": {}}', '{"tokenizer": {}}', "x"]
+)
+def test_a_sidecar_that_is_no_description_is_named(tmp_path, text):
+    make_folder(tmp_path / "in", 3)
+    (tmp_path / "out.json").write_text(text)
+    with pytest.raises(ValueError, match=r"out.json: not a description of prepared data \("):
+        is_prepared(Request(source=str(tmp_path / "in")), str(tmp_path / "out"), BYTES)
+
+
+def test_another_request_does_not_replace_prepared_data(tmp_path, capsys):
+    make_folder(tmp_path / "in")
+    arguments = ["--source", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
+    assert main(arguments) == 0
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
+    assert main([*arguments, "--max-bytes", "900"]) == 2
+    told = capsys.readouterr().err
+    assert "max_bytes=None there, 900 asked for" in told
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
+    make_folder(tmp_path / "in", 60)
+    assert main(arguments) == 0  # the same request, of a source that grew
+    assert (tmp_path / "out_train.bin").stat().st_size > len(before["out_train.bin"])
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_leaves_nothing_under_a_temporary_name(
+    tmp_path, capsys, monkeypatch, number, code
+):
+    make_folder(tmp_path / "in")
+    handler = signal.getsignal(signal.SIGTERM)
+    document, calls = ByteTokenizer.document, 0
+
+    def signalled(tokenizer, text):
+        nonlocal calls
+        calls += 1
+        if calls == 15:
+            os.kill(os.getpid(), number)
+        return document(tokenizer, text)
+
+    monkeypatch.setattr(ByteTokenizer, "document", signalled)
+    arguments = ["--source", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
+    if number == signal.SIGINT:
+        assert main(arguments) == code
+        assert "error: interrupted" in capsys.readouterr().err
+    else:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == code
+    assert calls >= 15
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+    assert signal.getsignal(signal.SIGTERM) == handler
 
 
 def test_files_of_somebody_else_are_not_overwritten(tmp_path):
