@@ -453,7 +453,7 @@ class TrainSection(Section):
     )
     resume: bool = Field(
         default=True,
-        description="Start from the newest good checkpoint in the run's folder, if any",
+        description="Start from the newest good checkpoint in the run's folder, if any; `false` begins anew, once for a launch and its restarts",
     )
     max_seconds: Positive | None = Field(
         default=None,

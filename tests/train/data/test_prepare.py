@@ -154,6 +154,8 @@ def test_a_signal_leaves_nothing_under_a_temporary_name(
 ):
     make_folder(tmp_path / "in")
     handler = signal.getsignal(signal.SIGTERM)
+    # A shell starts what runs in the background with SIGINT ignored.
+    interrupted = signal.signal(signal.SIGINT, signal.default_int_handler)
     document, calls = ByteTokenizer.document, 0
 
     def signalled(tokenizer, text):
@@ -165,13 +167,16 @@ def test_a_signal_leaves_nothing_under_a_temporary_name(
 
     monkeypatch.setattr(ByteTokenizer, "document", signalled)
     arguments = ["--source", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
-    if number == signal.SIGINT:
-        assert main(arguments) == code
-        assert "error: interrupted" in capsys.readouterr().err
-    else:
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        assert ended.value.code == code
+    try:
+        if number == signal.SIGINT:
+            assert main(arguments) == code
+            assert "error: interrupted" in capsys.readouterr().err
+        else:
+            with pytest.raises(SystemExit) as ended:
+                main(arguments)
+            assert ended.value.code == code
+    finally:
+        signal.signal(signal.SIGINT, interrupted)
     assert calls >= 15
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
     assert signal.getsignal(signal.SIGTERM) == handler
