@@ -34,6 +34,7 @@ from fp4mega.attention.layer_policies import resolve_layer_policy
 from fp4mega.attention.policy import AttentionPolicy, get_policy
 from fp4mega.megatron.masks import (
     context_parallel_arguments,
+    is_causal,
     mask_arguments,
     packed_arguments,
     window_from_config,
@@ -61,7 +62,8 @@ LayerMatchers = Sequence[tuple[str, str | AttentionPolicy]]
 class Fp4CoreAttention(MegatronModule):
     """Drop-in `core_attention`, to be named in a layer spec as a class, `ModuleSpec(..., params=...)` or partial.
 
-    The first ten arguments are Megatron's own. `layer_number` is 1-based and counts over all pipeline stages. `cp_comm_type`
+    The first ten arguments are Megatron's own. `layer_number` is 1-based and counts over all pipeline stages, layers of multi-token
+    prediction after those of the decoder. `cp_comm_type`
     is `all_gather` (also for None), `p2p` or `a2a`, as `fp4mega.parallel` describes them.
 
     Args:
@@ -123,7 +125,7 @@ class Fp4CoreAttention(MegatronModule):
         )
         self.window = window_from_config(config.window_size if windowed else None)
 
-        self.policy = layer_policy(self.layer_number, config.num_layers, policy, layers or ())
+        self.policy = layer_policy(self._decoder_layer(), config.num_layers, policy, layers or ())
         check_policy(self.policy, allow_divergent_pv=allow_divergent_pv)
         # Multi-latent attention builds its core twice, the first time without channels, and keeps the second.
         if k_channels is not None or not config.multi_latent_attention:
@@ -160,6 +162,11 @@ class Fp4CoreAttention(MegatronModule):
         self.last_probe: dict[str, float] | None = None
         self._probe_armed = self._watch_armed = False
         self._record: Callable[[dict[str, Tensor]], None] | None = None
+
+    def _decoder_layer(self) -> int:
+        """The layer (1-based) whose policy this one takes: itself, but of multi-token prediction, numbered past the decoder, the last."""
+        decoder, predicting = self.config.num_layers, self.config.mtp_num_layers or 0
+        return decoder if decoder < self.layer_number <= decoder + predicting else self.layer_number
 
     def _rounding_keys(self, seed: int) -> RoundingKeys | None:
         if not self.policy.stochastic_operands:
@@ -255,6 +262,7 @@ class Fp4CoreAttention(MegatronModule):
                 batch=query.shape[1],
                 seqlen_q=query.shape[0],
                 seqlen_k=key.shape[0],
+                causal_layer=self.attention_type == "self" and is_causal(self.attn_mask_type),
             )
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         arguments |= {
@@ -338,6 +346,13 @@ class Fp4CoreAttention(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
         )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        # Transformer Engine's core keeps its FP8 recipe under this name. The formats of this one are the policy's.
+        state_dict.pop(f"{prefix}_extra_state", None)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def extra_repr(self) -> str:
         """Layer, policy and backend, for `print(model)`."""

@@ -2,13 +2,17 @@
 
 | attn_mask_type       | without attention_mask | with attention_mask (bool, True = masked out)             |
 | -------------------- | ---------------------- | --------------------------------------------------------- |
-| no_mask              | every key              | ignored: static decoding hands over the prompt's mask     |
+| no_mask              | every key; past the    | ignored: static decoding hands over the prompt's mask     |
+|                      | prompt, see below      |                                                           |
 | padding              | every key              | [b, 1, 1, t] masks keys, [b or 1, 1, s, t] masks pairs    |
 | causal               | top-left causal        | both hold: a materialised causal mask changes nothing,    |
 |                      |                        | one that also cuts at document boundaries is honoured     |
 | padding_causal       | top-left causal        | both hold                                                 |
 | causal_bottom_right  | bottom-right causal    | both hold                                                 |
 | arbitrary            | refused                | the mask alone                                            |
+
+Past the first tokens of a prompt, static inference says no_mask to causal layers too. It is right for one query, which sees the
+whole cache; several are the last of the keys, and bottom-right causal hides their future.
 
 A window of the configuration narrows all of these. Packed sequences (`thd`) take causal or nothing from the mask
 type and the rest from their cumulative lengths. Under context parallelism masks are not taken.
@@ -41,6 +45,11 @@ def window_from_config(window_size: tuple[int, int] | None) -> Window | None:
     return (left, right)
 
 
+def is_causal(mask_type: AttnMaskType) -> bool:
+    """Whether a mask type hides the future."""
+    return _CAUSAL[mask_type] != "none"
+
+
 def mask_arguments(
     mask_type: AttnMaskType,
     attention_mask: Tensor | tuple[Tensor, Tensor] | None,
@@ -49,13 +58,18 @@ def mask_arguments(
     batch: int,
     seqlen_q: int,
     seqlen_k: int,
+    causal_layer: bool = False,
 ) -> dict[str, Any]:
     """`causal`, `window`, `key_padding_mask` and `attention_mask` of `attention_func` for unpacked [S, B, H, D] input.
+
+    `causal_layer` says of a self-attention that its own mask type is causal, whatever that of the call.
 
     A pair of masks (padding of the queries, padding of the keys), as for cross attention, is read as its second
     half: a padded query's output means nothing and its gradient is zero where the loss ignores it.
     """
     causal = _CAUSAL[mask_type]
+    if causal_layer and mask_type == AttnMaskType.no_mask and 1 < seqlen_q < seqlen_k:
+        causal = "bottom_right"
     if window is not None and causal == "none" and seqlen_q != seqlen_k:
         # The window's diagonal is the last key's. With one query that is what bottom-right causal says already.
         if seqlen_q != 1:
@@ -110,7 +124,7 @@ def context_parallel_arguments(
             f"attn_mask_type={mask_type.name} with attention_mask={'a tensor' if given else 'None'} under context parallelism: "
             "ranks exchange keys, not masks; allowed: causal or no mask, with attention_mask=None"
         )
-    arguments: dict[str, Any] = {"causal": _CAUSAL[mask_type] != "none", "window": window}
+    arguments: dict[str, Any] = {"causal": is_causal(mask_type), "window": window}
     return arguments if packed is None else arguments | _packed_over_ranks(packed, group)
 
 

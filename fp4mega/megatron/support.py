@@ -69,6 +69,11 @@ def check_config(
                 f"{name}=True asks Transformer Engine for FP8 attention; here the policy names the formats; "
                 "allowed: False"
             )
+    if getattr(config, "flash_decode", False):
+        raise NotImplementedError(
+            "flash_decode=True: Megatron then decodes past the core attention, unquantized and without its window and sink; "
+            "allowed: False"
+        )
     if config.attention_backend == AttnBackend.local:
         raise NotImplementedError(
             "attention_backend=local: Megatron Bridge and megatron.training replace the core attention of every "

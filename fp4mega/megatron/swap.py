@@ -35,7 +35,8 @@ def swap_core_attention(spec: Spec, **attention: Unpack[AttentionOptions]) -> Sp
             f"spec={spec!r}: expected a ModuleSpec or a dataclass of submodules; call a function that returns one first"
         )
     ours = core_attention_spec(**attention)
-    swapped = copy.deepcopy(spec)
+    # Classes, functions, process groups and the like are named by a spec, not part of it.
+    swapped = copy.deepcopy(spec, {id(leaf): leaf for leaf in _leaves(spec)})
     replaced, kept = 0, []
     for node in dataclasses_within(swapped):
         if not hasattr(node, "core_attention") or isinstance(node, CrossAttentionSubmodules):
@@ -67,22 +68,38 @@ def swap_core_attention(spec: Spec, **attention: Unpack[AttentionOptions]) -> Sp
 
 def dataclasses_within(root: Any) -> Iterator[Any]:
     """Every dataclass instance reachable from `root` through fields, containers and partials, each once."""
+    return (node for node in _reachable(root) if _is_dataclass(node))
+
+
+def _leaves(root: Any) -> Iterator[Any]:
+    """Everything reachable from `root` that holds nothing of a spec."""
+    return (node for node in _reachable(root) if _parts(node) is None)
+
+
+def _reachable(root: Any) -> Iterator[Any]:
     seen: set[int] = set()
     stack = [root]
     while stack:
         node = stack.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if is_dataclass(node) and not isinstance(node, type):
+        if id(node) not in seen:
+            seen.add(id(node))
             yield node
-            stack.extend(getattr(node, field.name) for field in fields(node))
-        elif isinstance(node, partial):
-            stack.extend((*node.args, *node.keywords.values()))
-        elif isinstance(node, dict):
-            stack.extend(node.values())
-        elif isinstance(node, list | tuple):
-            stack.extend(node)
+            stack.extend(_parts(node) or ())
+
+
+def _parts(node: Any) -> list[Any] | None:
+    """What a part of a spec holds, None of what is no such part."""
+    if _is_dataclass(node):
+        return [getattr(node, field.name) for field in fields(node)]
+    if isinstance(node, partial):
+        return [*node.args, *node.keywords.values()]
+    if isinstance(node, dict):
+        return list(node.values())
+    return list(node) if isinstance(node, list | tuple) else None
+
+
+def _is_dataclass(node: Any) -> bool:
+    return is_dataclass(node) and not isinstance(node, type)
 
 
 def _parameters(core: Any) -> dict[str, Any]:

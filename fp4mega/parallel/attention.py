@@ -22,9 +22,8 @@ from fp4mega.attention.represent import represent
 from fp4mega.attention.tiles import BackwardRows, ForwardRows, full_precision
 from fp4mega.ops import attention_func
 from fp4mega.ops.checks import check_side_inputs, check_tensors
-from fp4mega.parallel.checks import ExchangeName, explain_exchange
+from fp4mega.parallel.checks import ExchangeName, check_numbers, explain_exchange
 from fp4mega.parallel.exchange import AllGather, Exchange, Ring
-from fp4mega.parallel.layout import Layout
 from fp4mega.parallel.operands import Published, group_amax, restore
 from fp4mega.parallel.packed import PackedZigzag
 from fp4mega.parallel.ulysses import to_heads, to_rows
@@ -50,7 +49,7 @@ def context_parallel_attention(
     sink: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attention of this rank's rows on the whole group's keys; every rank of `group` calls it, forward and backward.
+    """Attention of this rank's rows on the whole group's keys; every rank of `group` calls it alike, forward and backward.
 
     q: [B, L, H, D], k: [B, L, G, D], v: [B, L, G, Dv]: chunks r and 2n - 1 - r of the sequence on rank r of n.
     exchange: `all_gather` of the bytes of K and V, `p2p` for the same bytes around a ring, `a2a` for whole sequences of
@@ -70,6 +69,11 @@ def context_parallel_attention(
     do not fit.
     """
     check_tensors(q, k, v)
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group={group!r}: expected a torch.distributed.ProcessGroup that this rank is in"
+        )
+    check_numbers(window, softmax_scale)
     side = SideInputs(sink=sink)
     check_side_inputs(side, q, k)
     if k.shape[1] != q.shape[1]:
@@ -94,7 +98,18 @@ def context_parallel_attention(
         )
         if reason is not None:
             raise NotImplementedError(reason)
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+
+    def dense(x: Tensor) -> tuple[int, ...]:
+        return (layout.batch, layout.rows, *x.shape[2:])
+
+    problem = AttentionProblem.of(
+        (dense(q), dense(k), dense(v)),
+        q.dtype,
+        side,
+        softmax_scale=max(q.shape[3], 1) ** -0.5 if softmax_scale is None else float(softmax_scale),
+        causal="top_left" if causal else "none",
+        window=(None, None) if window is None else (window[0], window[1]),
+    )
     if exchange == "a2a":
         return _whole_heads(
             q,
@@ -105,28 +120,21 @@ def context_parallel_attention(
             layout,
             policy=policy,
             causal=causal,
-            softmax_scale=scale,
-            window=window,
+            softmax_scale=problem.softmax_scale,
+            window=problem.window,
             backend=backend,
         )
-
-    def dense(x: Tensor) -> tuple[int, ...]:
-        return (layout.batch, layout.rows, *x.shape[2:])
-
-    problem = AttentionProblem.of(
-        (dense(q), dense(k), dense(v)),
-        q.dtype,
-        side,
-        softmax_scale=scale,
-        causal="top_left" if causal else "none",
-        window=(None, None) if window is None else window,
-    )
     return _BytesExchanged.apply(q, k, v, sink, _Job(group, exchange, layout, problem, policy))
 
 
 def _layout(
     q: Tensor, group: dist.ProcessGroup, cu_seqlens: Tensor | None, padded: Tensor | None
 ) -> Zigzag | PackedZigzag:
+    for name, bounds in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", padded)):
+        if bounds is not None and not isinstance(bounds, Tensor):
+            raise TypeError(f"{name}={type(bounds).__name__}: expected a torch.Tensor or None")
+        if bounds is not None and bounds.device != q.device:
+            raise ValueError(f"{name}.device={bounds.device}: expected q's device, {q.device}")
     if cu_seqlens is not None and q.shape[0] != 1:
         raise ValueError(
             f"q.shape={tuple(q.shape)}: packed sequences have a batch of 1, not {q.shape[0]}"
@@ -161,7 +169,7 @@ def _whole_heads(
         **options,
     )
     lse_rows = to_rows(lse.transpose(1, 2)[..., None], group, layout, -math.inf)
-    return to_rows(out, group, layout), lse_rows[..., 0].transpose(1, 2)
+    return to_rows(out, group, layout), lse_rows[..., 0].transpose(1, 2).contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +178,13 @@ class _Job:
 
     group: dist.ProcessGroup
     exchange: ExchangeName
-    layout: Layout
+    layout: Zigzag | PackedZigzag
     problem: AttentionProblem
     policy: AttentionPolicy
+
+    def anew(self) -> "_Job":
+        """For one pass: a packed layout holds on to the indices that it made, and those of whole sequences grow with n."""
+        return replace(self, layout=replace(self.layout))
 
     def meeting(self) -> Exchange:
         return (Ring if self.exchange == "p2p" else AllGather)(self.group, self.layout)
@@ -210,7 +222,7 @@ class _BytesExchanged(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, job: _Job
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(q.device.type, enabled=False), full_precision(q.device):
-            out, lse, tensors = _forward(job, SideInputs(sink=sink), q, k, v)
+            out, lse, tensors = _forward(job.anew(), SideInputs(sink=sink), q, k, v)
         ctx.job = job
         ctx.save_for_backward(out, lse, sink, *tensors)
         return out, lse
@@ -221,7 +233,7 @@ class _BytesExchanged(torch.autograd.Function):
         out, lse, sink, *tensors = ctx.saved_tensors
         side = SideInputs(sink=sink)
         with torch.autocast(dout.device.type, enabled=False), full_precision(dout.device):
-            gradients = _backward(ctx.job, side, dout, dlse, out, lse, tensors)
+            gradients = _backward(ctx.job.anew(), side, dout, dlse, out, lse, tensors)
         return (*gradients, None)
 
 
@@ -247,7 +259,7 @@ def _forward(
     if policy.backward == "represented":
         tensors.append(layout.squeeze(_rows_first(statistics)))
     lse_rows = layout.leave(call.leave_lse(lse).transpose(1, 2), -math.inf).transpose(1, 2)
-    return layout.leave(out.to(q.dtype)), lse_rows.contiguous(), tensors
+    return layout.leave(out.to(q.dtype)).contiguous(), lse_rows.contiguous(), tensors
 
 
 def _rows_first(statistics: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What context parallelism cannot do, in words, before anything is sent."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from fp4mega.attention.policy import AttentionPolicy
 from fp4mega.formats import get_format
@@ -15,6 +15,17 @@ TWO_LEVELS_REASON = (
 
 _BYTES_BACKENDS = ("auto", "reference")
 _ALONG_KEYS = ("v", "v_bwd")
+
+
+def check_numbers(window: Any, softmax_scale: Any) -> None:
+    """Their types: wrong ones would fail between two messages. Ranges are `AttentionProblem`'s to check."""
+    pair = (None, None) if window is None else window
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ValueError(f"window={window!r}: expected None or a pair (left, right)")
+    if any(isinstance(side, bool) or not isinstance(side, int | None) for side in pair):
+        raise TypeError(f"window={window!r}: each side is an integer or None (no limit)")
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, int | float | None):
+        raise TypeError(f"softmax_scale={softmax_scale!r}: expected a number or None")
 
 
 def backend_of(exchange: str, backend: str) -> str:
@@ -41,10 +52,10 @@ def explain_exchange(
         return f"cp_comm_type='a2a+p2p': {TWO_LEVELS_REASON}"
     if exchange not in EXCHANGES:
         return f"cp_comm_type={exchange!r}: allowed: {', '.join(EXCHANGES)}"
-    if seqlen is not None and seqlen % (2 * ranks):
+    if seqlen is not None and (seqlen == 0 or seqlen % (2 * ranks)):
         return (
             f"sequence length {seqlen}: every one of {ranks} context-parallel ranks holds two chunks of it, so it must be a "
-            f"multiple of {2 * ranks}"
+            f"multiple of {2 * ranks}{'' if seqlen else ' above 0'}"
         )
     stochastic = policy.stochastic_operands
     if stochastic:

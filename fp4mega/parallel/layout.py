@@ -64,6 +64,6 @@ class Layout(Protocol):
         """
         ...
 
-    def spread(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Inverse of `squeeze`, zeros in the places that it left out; `shape` is [N, R / f, ...]."""
+    def spread(self, x: Tensor, shape: tuple[int, ...], fill: float = 0.0) -> Tensor:
+        """Inverse of `squeeze`, `fill` in the places that it left out; `shape` is [N, R / f, ...]."""
         ...

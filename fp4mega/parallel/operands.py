@@ -65,7 +65,11 @@ class Published:
         if not self.operand.quantized:
             return self.layout.spread(self.tensors[0], self.shape).to(dtype)
         shapes = [shape for shape, _ in operand_spec(self.name, self.operand, self.shape)]
-        dense = [self.layout.spread(t, s) for t, s in zip(self.tensors, shapes, strict=True)]
+        # A scale of 0 would make NaN of rows that are not there, and 0 times them of what is.
+        dense = [
+            self.layout.spread(t, s, 1.0 if t.is_floating_point() else 0.0)
+            for t, s in zip(self.tensors, shapes, strict=True)
+        ]
         return decode_operand(self.name, self.operand, dense, self.shape, dtype)
 
     @property

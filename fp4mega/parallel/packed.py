@@ -177,10 +177,10 @@ class PackedZigzag:
     def squeeze(self, x: Tensor) -> Tensor:
         return x if x.shape[1] == 1 else x[self._places(x.shape[1])][None]
 
-    def spread(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def spread(self, x: Tensor, shape: tuple[int, ...], fill: float = 0.0) -> Tensor:
         if shape[1] == 1:
             return x
-        dense = x.new_zeros(shape)
+        dense = x.new_full(shape, fill)
         dense[self._places(shape[1])] = x[0]
         return dense
 

@@ -48,7 +48,7 @@ class Zigzag:
     def squeeze(self, x: Tensor) -> Tensor:
         return x
 
-    def spread(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def spread(self, x: Tensor, shape: tuple[int, ...], fill: float = 0.0) -> Tensor:
         return x
 
     def assemble(self, parts: Tensor) -> Tensor:

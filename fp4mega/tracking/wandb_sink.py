@@ -8,16 +8,20 @@ wandb must neither slow nor stop training. A thread hands events over, so that a
 and not the training loop; the first failure stops the sink and is kept for the tracker to report.
 """
 
+import atexit
 import importlib
 import logging
 import os
 import queue
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
+
+import psutil
 
 from fp4mega.tracking.events import Event, nearest
 
@@ -64,9 +68,10 @@ def import_wandb(mode: str) -> ModuleType:
 def resolve_mode(mode: Mode, wandb: ModuleType) -> Literal["offline", "online", "disabled"]:
     """The mode that `auto` stands for here; another mode is itself. Never prompts.
 
-    Offline asks no server. Raises ValueError for `online` without credentials, and for a WANDB_MODE that is none.
+    Offline asks no server. Raises ValueError for `online` without credentials, and for a WANDB_MODE that is none; what
+    wandb raises for credentials that cannot be any.
     """
-    asked = os.environ.get("WANDB_MODE", "auto") if mode == "auto" else mode
+    asked = (os.environ.get("WANDB_MODE") or "auto") if mode == "auto" else mode
     if asked in ("offline", "disabled"):
         return asked  # type: ignore[return-value]
     if asked not in get_args(Mode):
@@ -95,12 +100,20 @@ def to_wandb(event: Event) -> dict[str, Any]:
     }
 
 
+def _end_wandb() -> None:
+    """Kill wandb's process: at the end of this one wandb would wait for it, however long it takes."""
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if child.name().startswith("wandb"):
+                child.kill()
+
+
 class WandbSink:
     """One wandb run, fed by a thread. `failure` holds the first error in words, None while all is well.
 
-    Constructing raises ModuleNotFoundError without wandb, and, when the mode was asked for by name, whatever `wandb.init`
-    raises. Under `auto` nobody asked for wandb in particular, so that a server that is down at the start is a failure like
-    one that goes down later.
+    Constructing raises ValueError for a WANDB_MODE that cannot be had and, when the mode was asked for by name,
+    ModuleNotFoundError without wandb and whatever `wandb.init` raises. Under `auto` nobody asked for wandb in particular, so
+    that a wandb that is missing, a damaged API key or a server that is down at the start is a failure like one later.
     """
 
     def __init__(
@@ -113,12 +126,19 @@ class WandbSink:
         config: Mapping[str, Any],
         resumed: bool,
     ) -> None:
-        wandb = import_wandb(settings.mode)
-        self.mode = resolve_mode(settings.mode, wandb)
+        self.mode: Literal["offline", "online", "disabled"] = "disabled"
         self.failure: str | None = None
         self._events: queue.Queue[Event | None] = queue.Queue(maxsize=QUEUE_EVENTS)
         self._exit_code = 0
         self._thread: threading.Thread | None = None
+        try:
+            wandb = import_wandb(settings.mode)
+            self.mode = resolve_mode(settings.mode, wandb)
+        except Exception as error:
+            if settings.mode != "auto" or isinstance(error, ValueError):
+                raise
+            self.failure = f"{type(error).__name__}: {error}"
+            return
         if self.mode == "disabled":
             return
         if self.mode == "offline":
@@ -162,8 +182,8 @@ class WandbSink:
             while (event := self._events.get()) is not None:
                 self._run.log(to_wandb(event))
             self._run.finish(exit_code=self._exit_code)
-        # Whatever wandb raises (its own errors, a lost connection, a full disk), training goes on without it.
-        except Exception as error:
+        # Whatever wandb raises (its own errors, a lost connection, a full disk, a cancelled task), training goes on without it.
+        except BaseException as error:
             self.failure = f"{type(error).__name__}: {error}"
 
     def log(self, event: Event) -> None:
@@ -180,14 +200,19 @@ class WandbSink:
             self.failure = f"wandb took none of the last {QUEUE_EVENTS} events"
 
     def close(self, exit_code: int) -> None:
-        """Send what is left and finish the wandb run, in at most CLOSE_TIMEOUT_S seconds."""
-        if self._thread is None or self.failure is not None:
+        """Send what is left and finish the wandb run, in at most CLOSE_TIMEOUT_S seconds.
+
+        A wandb that has not finished by then goes on while this process does, and ends with it.
+        """
+        if self._thread is None:
             return
-        self._exit_code = exit_code
-        self._put(None)
-        self._thread.join(timeout=CLOSE_TIMEOUT_S)
-        if self._thread.is_alive() and self.failure is None:
-            self.failure = (
-                f"not finished after {CLOSE_TIMEOUT_S:.0f} s; the rest is on disk for `wandb sync`"
-            )
+        if self.failure is None:
+            self._exit_code = exit_code
+            self._put(None)
+            self._thread.join(timeout=CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            # Called before wandb's own, which was registered earlier.
+            atexit.register(_end_wandb)
+            if self.failure is None:
+                self.failure = f"not finished after {CLOSE_TIMEOUT_S:.0f} s; what is on disk is for `wandb sync`"
         self._thread = None

@@ -101,3 +101,25 @@ def test_training_goes_on_from_a_checkpoint_saved_without_us(kind, policy, tmp_p
     returned.load(back)
     for name, parameter in ours.model.named_parameters():
         assert torch.equal(parameter, returned.model.get_parameter(name)), name
+
+
+def test_a_state_with_the_recipes_of_transformer_engine_loads_strictly():
+    """Its modules save one beside their weights, its core attention nothing else."""
+    config, spec = dense()
+    stock = build_gpt(config, spec)
+    state = stock.state_dict()
+    for layer in (0, 1):
+        key = f"decoder.layers.{layer}.self_attention.core_attention._extra_state"
+        state[key] = torch.tensor([1, 2], dtype=torch.uint8)
+    before = dict(state)
+    ours = build_gpt(config, swap_core_attention(spec, policy="exact"))
+    for parameter in ours.parameters():
+        parameter.data.zero_()
+    ours.load_state_dict(state, strict=True)
+    assert state.keys() == before.keys()
+    for name, parameter in stock.named_parameters():
+        assert torch.equal(parameter, ours.get_parameter(name)), name
+    stock.load_state_dict(ours.state_dict(), strict=True)
+    state["decoder.layers.1.self_attention.core_attention.softmax_offset"] = torch.zeros(4)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*1.*core_attention.softmax_offset"):
+        ours.load_state_dict(state, strict=True)

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
         ({"log_max_attention_logit": True}, r"log_max_attention_logit=True: the largest"),
         ({"fp8_dot_product_attention": True}, r"fp8_dot_product_attention=True .*policy names"),
         ({"fp8_multi_head_attention": True}, r"fp8_multi_head_attention=True .*policy names"),
+        ({"flash_decode": True}, r"flash_decode=True: .*unquantized and without its window"),
         ({"attention_backend": AttnBackend.local}, r"attention_backend=local: .*use auto"),
         ({"experimental_attention_variant": "dsa"}, r"experimental_attention_variant='dsa'"),
         ({"kv_channels": 272}, r"head dim of query and key = 272: allowed: 1 to 256"),

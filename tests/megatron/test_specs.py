@@ -131,6 +131,19 @@ def test_a_layer_shared_by_a_block_stays_shared():
     assert cores(swapped) == [Fp4CoreAttention]
 
 
+@pytest.mark.usefixtures("megatron")
+def test_what_a_spec_names_is_not_copied():
+    """A process group cannot be, and a generator would draw apart from its original."""
+    group, generator = torch.distributed.group.WORLD, torch.Generator()
+    spec = fused_layer()
+    spec.params = {"group": group, "options": {"generator": generator}}
+    swapped = swap_core_attention(spec)
+    assert swapped.params == spec.params
+    assert swapped.params["options"] is not spec.params["options"]
+    assert swapped.params["group"] is group
+    assert swapped.params["options"]["generator"] is generator
+
+
 def test_cross_attention_keeps_its_core():
     swapped = swap_core_attention(decoder_model_with_local_spec())
     layer = swapped.submodules

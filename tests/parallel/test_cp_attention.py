@@ -350,18 +350,30 @@ def traffic_is_as_documented(device: torch.device) -> None:
         counted("reduce_scatter", lambda out, parts: sum(map(nbytes, parts))),
         counted("batch_isend_irecv", lambda works: nbytes(works[0].tensor)),
         counted("all_to_all_single", lambda out, x: nbytes(x)),
+        counted("all_reduce", lambda x: x.numel()),
     ):
         for exchange in ("all_gather", "p2p", "a2a"):
             out, _ = context_parallel_attention(
                 q, k, v, group=dist.group.WORLD, exchange=exchange, causal=True
             )
             out.float().sum().backward()
+        documented, sent = sent, {}
+        context_parallel_attention(
+            q, k, v, group=dist.group.WORLD, policy="nvfp4_qk_fp8_pv-centered"
+        )[0].float().sum().backward()
+    assert sent["all_gather"] == [keys_and_values] * 3
+    sent = documented
+    batch, _, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    magnitudes = [batch * (heads + 2 * kv_heads), batch * (2 * heads + kv_heads)]
+    assert sent["all_reduce"] == magnitudes * 2  # none by a2a
     gradients = 4 * 2 * values
     assert sent["all_gather"] == [keys_and_values] * 2
     assert 2 * (k.numel() + v.numel()) / keys_and_values == 2.56
     assert sent["reduce_scatter"] == [ranks * gradients]
     # A ring of two: one block forward; backward a block, and the gradients after each of two steps.
     assert sorted(sent["batch_isend_irecv"]) == sorted([keys_and_values] * 2 + [gradients] * 2)
-    # q, k, v, out and lse, and back the gradients of the first four; lse of FP32 has none here.
+    # q, k, v, out and lse, and back the gradients of the first four; lse has none here.
     forward_bytes = [2 * t.numel() for t in (q, k, v, q)]
-    assert sorted(sent["all_to_all_single"])[-8:] == sorted(forward_bytes * 2)
+    lse_bytes = 4 * q[..., 0].numel()
+    assert sorted(sent["all_to_all_single"]) == sorted([*forward_bytes * 2, lse_bytes])

@@ -64,6 +64,7 @@ EXACT = [
     Case("nvfp4_qk_mxfp4_pv", sink=True),
     Case("nvfp4_qk_mxfp4_pv", causal=False, window=(70, 20)),
     Case("nvfp4_qk_mxfp4_pv-centered"),
+    Case("cp-rows"),
     Case("bf16", pack=ODD),
     Case("exact", sink=True, window=(11, None), pack=ODD),
     Case("exact", causal=False, pack=ODD),
@@ -72,6 +73,7 @@ EXACT = [
 RING = [
     *[case for case in EXACT if "mxfp4_pv" in case.policy or case.policy == "exact"],
     *[replace(case, tolerance=2e-4) for case in EXACT if "fp8_pv" in case.policy],
+    *[replace(case, tolerance=2e-4) for case in EXACT if case.policy == "cp-rows"],
     *[replace(case, tolerance=2e-2) for case in EXACT if case.policy == "bf16"],
 ]
 # Heads are split, but every rank sees whole sequences: neither blocks nor tiles are cut.
@@ -101,8 +103,18 @@ def make_inputs(case: Case, device: torch.device) -> dict[str, Tensor]:
     return {name: x.to(case.dtype).to(device) for name, x in made.items()}
 
 
+# Scales of single rows: the dense batch has rows that a rank with a shorter sequence does not.
+ROWS = replace(
+    get_policy("nvfp4_qk_fp8_pv-paper"),
+    name="cp-rows",
+    q="e4m3/row",
+    k="nvfp4/row",
+    q_bwd="e4m3/row",
+)
+
+
 def small_tiles(name: str) -> Any:
-    policy = get_policy(name)
+    policy = ROWS if name == ROWS.name else get_policy(name)
     return replace(policy, name=f"{name}-small_tiles", tile_m=32, tile_n=32)
 
 

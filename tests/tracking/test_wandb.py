@@ -1,3 +1,4 @@
+import asyncio
 import http.server
 import json
 import logging
@@ -9,6 +10,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from fp4mega.tracking import Tracker, WandbSettings, read_run
@@ -151,6 +153,27 @@ def test_training_outlives_a_killed_wandb(tmp_path, clean_environment, make_mani
     assert done.stderr.count("wandb stopped: ") == 1
 
 
+def test_a_process_ends_though_its_wandb_hangs(tmp_path, clean_environment, make_manifest):
+    """wandb itself would wait for its own process, which has stopped, forever."""
+    program = (
+        "import json, os, signal, sys, psutil\n"
+        "from fp4mega.tracking import Tracker, WandbSettings, wandb_sink\n"
+        "wandb_sink.CLOSE_TIMEOUT_S = 0.5\n"
+        "with Tracker(sys.argv[1], manifest=json.loads(sys.argv[2]), wandb=WandbSettings(mode='offline')) as tracker:\n"
+        f"    tracker.log('train', 1, **{TRAIN})\n"
+        "    [wandb] = [c for c in psutil.Process().children() if c.name().startswith('wandb')]\n"
+        "    wandb.suspend()\n"
+        f"    tracker.log('train', 2, **{TRAIN})\n"
+        "    sys.stdout.write(str(wandb.pid))\n"
+    )
+    done = _run_python(program, tmp_path / "run", json.dumps(make_manifest()))
+    assert not psutil.pid_exists(int(done.stdout))
+    run = read_run(tmp_path / "run")
+    assert (run.status, len(run.of_type("train"))) == ("finished", 2)
+    [warning] = run.of_type("warning")
+    assert "wandb stopped: not finished after 0 s" in warning["message"]
+
+
 class FakeWandb:
     """The parts of the wandb module that the sink uses; `log` and `finish` do what the test says."""
 
@@ -196,6 +219,7 @@ def use_fake(monkeypatch, clean_environment):
     [
         ("auto", None, False, "offline"),
         ("auto", None, True, "online"),
+        ("auto", "", True, "online"),
         ("auto", "offline", True, "offline"),
         ("offline", "online", True, "offline"),
         ("online", "offline", True, "online"),
@@ -221,6 +245,37 @@ def test_disabled_needs_no_wandb(tmp_path, make_manifest, monkeypatch):
         ModuleNotFoundError, match="wandb.mode='offline' needs the wandb package: pip install wandb"
     ):
         Tracker(tmp_path / "b", manifest=make_manifest(), wandb=WandbSettings(mode="offline"))
+
+
+def test_auto_goes_on_without_wandb(tmp_path, make_manifest, train_values, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with Tracker(tmp_path, manifest=make_manifest(), wandb=WandbSettings(mode="auto")) as tracker:
+        tracker.log("train", 1, **train_values())
+    run = read_run(tmp_path)
+    assert len(run.of_type("train")) == 1
+    [warning] = run.of_type("warning")
+    assert "wandb stopped: ModuleNotFoundError: wandb.mode='auto' needs" in warning["message"]
+
+
+def test_a_key_that_is_none(tmp_path, clean_environment, make_manifest, monkeypatch):
+    """What the page says of a mode that cannot be had holds for credentials that wandb itself refuses."""
+    program = (
+        "import json, sys\n"
+        "from fp4mega.tracking import Tracker, WandbSettings\n"
+        "manifest = json.loads(sys.argv[2])\n"
+        "with Tracker(sys.argv[1] + '/a', manifest=manifest, wandb=WandbSettings(mode='auto')):\n"
+        "    pass\n"
+        "try:\n"
+        "    Tracker(sys.argv[1] + '/b', manifest=manifest, wandb=WandbSettings(mode='online'))\n"
+        "except Exception as error:\n"
+        "    sys.stdout.write(str(error))\n"
+    )
+    monkeypatch.setenv("WANDB_API_KEY", "abc")
+    done = _run_python(program, tmp_path, json.dumps(make_manifest()))
+    [warning] = read_run(tmp_path / "a").of_type("warning")
+    assert "wandb stopped: AuthenticationError: WANDB_API_KEY invalid" in warning["message"]
+    assert "WANDB_API_KEY invalid" in done.stdout
 
 
 def test_online_without_a_key_says_so_and_prompts_nobody(
@@ -320,6 +375,23 @@ def test_failure_is_reported_once_and_jsonl_goes_on(
     assert "ConnectionError: server gone" in warning["message"]
     assert caplog.text.count("server gone") == 1
     assert [row["step"] for row in fake.rows] == [0, 1]
+
+
+def test_a_cancelled_task_of_wandb_is_a_failure_too(
+    tmp_path, use_fake, make_manifest, train_values
+):
+    """asyncio's is no Exception."""
+
+    def cancel(row):
+        raise asyncio.CancelledError("stopped")
+
+    use_fake(FakeWandb(log=cancel))
+    with Tracker(
+        tmp_path, manifest=make_manifest(), wandb=WandbSettings(mode="offline")
+    ) as tracker:
+        tracker.log("train", 1, **train_values())
+    [warning] = read_run(tmp_path).of_type("warning")
+    assert "wandb stopped: CancelledError: stopped" in warning["message"]
 
 
 def test_wedged_wandb_slows_neither_log_nor_close(

@@ -11,7 +11,7 @@ from fp4mega.kernels.contract import TensorSpec
 from fp4mega.kernels.cute.config import DIMS, DIMS_V, TILE_N, ForwardConfig
 
 CAPABILITY = (10, 0)
-BACKWARD_REASON = "cute_sm100 has no backward yet; train on this GPU with another backend by name: backend='triton' or 'reference'"
+BACKWARD_REASON = "cute_sm100 has no backward yet; train on this GPU with backend='reference' (with 'triton' for policy 'bf16')"
 _PACKAGES = ("cutlass", "cuda.bindings")
 
 

@@ -70,6 +70,24 @@ class TritonBackend:
             return _backward(_Call(problem, side, policy), dout, dlse, forward, inputs)
 
 
+TALLEST = 128
+"""Rows of the largest tile."""
+OFFSETS = 2**31
+"""Elements within a tile are counted in 32 bits by the kernels."""
+
+
+def _within_offsets(x: Tensor, stride: int, steps: int) -> Tensor:
+    """x [B, rows, heads, dim], copied where so many steps of this stride of it lead beyond what the kernels count."""
+    return x if stride * steps < OFFSETS else x.contiguous()
+
+
+def _as_stored(x: Tensor) -> Tensor:
+    """A saved tensor as the kernels stored it: hooks of autograd may give it back with other strides, or in the middle of a buffer."""
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _on(device: torch.device) -> torch.cuda.device:
     """Triton launches on the current device: make it that of the tensors."""
     return torch.cuda.device(device if device.type == "cuda" else -1)
@@ -144,10 +162,12 @@ class _Call:
         return self.policy.backward == "represented"
 
     def enter_rows(self, x: Tensor) -> Tensor:
-        return x if self.pack_q is None else self.pack_q.pad(x)
+        x = x if self.pack_q is None else self.pack_q.pad(x)
+        return _within_offsets(x, x.stride(3), x.shape[3])
 
     def enter_keys(self, x: Tensor) -> Tensor:
-        return x if self.pack_k is None else self.pack_k.pad(x)
+        x = x if self.pack_k is None else self.pack_k.pad(x)
+        return _within_offsets(x, x.stride(3), x.shape[3])
 
     def leave_rows(self, x: Tensor) -> Tensor:
         return x if self.pack_q is None else self.pack_q.unpad(x, self.outer.seqlen_q)
@@ -175,7 +195,8 @@ class _Call:
         x = x.to(torch.bfloat16)
         if is_key and self.side.key_padding_mask is not None:
             x = x.masked_fill(self.side.key_padding_mask[..., None, None], 0)
-        return strided_operand(x if x.stride(-1) == 1 else x.contiguous())
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        return strided_operand(_within_offsets(x, x.stride(1), TALLEST + 1))
 
     def tiles(self) -> dict[str, Any]:
         """Keyword arguments that every attention kernel takes."""
@@ -364,7 +385,7 @@ def _backward(
     dout, out = call.enter_rows(dout), call.enter_rows(forward.out).contiguous()
     lse = call.enter_row_values(forward.lse, -torch.inf)
     dlse = None if dlse is None else call.enter_row_values(dlse, 0.0)
-    saved = list(forward.saved)
+    saved = [_as_stored(t) for t in forward.saved]
     largest = [saved.pop() for _ in range(2)][::-1] if call.four_bit else []
     statistics = saved.pop() if call.represented else None
     gradients = (

@@ -12,6 +12,11 @@ from fp4mega.kernels.contract import TensorSpec
 
 LOWEST_CAPABILITY = (8, 9)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+UNCOMPILED = (10, 11)
+"""Major capabilities with tcgen05. Triton's compiler (3.6) stops at the 8-bit kernel of dQ for them; one that did not would give products
+other registers than `tiles.store_transposed` takes apart."""
+SMALL_SHARED_MEMORY = (8, 12)
+"""Major capabilities whose programs have 99 KiB of shared memory, not 227."""
 TILE_M, TILE_N = 64, 128
 SMALLEST_HEAD_DIM = 16
 _FOUR_BIT_SCORES: dict[str, tuple[str, ...]] = {
@@ -47,6 +52,7 @@ def explain(problem: AttentionProblem, policy: AttentionPolicy, device: torch.de
         or explain_policy(policy)
         or explain_problem(problem)
         or _explain_direct_p(problem, policy)
+        or _explain_compiled(problem, policy, device)
     )
 
 
@@ -56,8 +62,45 @@ def _explain_device(device: torch.device) -> str | None:
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(device)
         if capability < LOWEST_CAPABILITY:
-            return f"the GPU is sm_{capability[0]}{capability[1]}, FP8 products need sm_89 or later"
+            return f"{_gpu(capability)}, FP8 products need sm_89 or later"
     return None
+
+
+def _explain_compiled(
+    problem: AttentionProblem, policy: AttentionPolicy, device: torch.device
+) -> str | None:
+    """What Triton does not compile, or not into what a program may have, on GPUs other than Hopper."""
+    if not torch.cuda.is_available():
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    eight_bit_backward = policy.operands["q"].quantized and policy.direct_p is None
+    if capability[0] in UNCOMPILED and eight_bit_backward:
+        return (
+            f"{_gpu(capability)}, for which Triton does not compile the backward of q={policy.q!r}"
+        )
+    if capability[0] in SMALL_SHARED_MEMORY:
+        largest = _largest_head_dim(policy, capability[0])
+        if max(problem.head_dim, problem.head_dim_v) > largest:
+            return (
+                f"{_gpu(capability)}, whose shared memory holds this policy's tiles for head dims up to {largest}, "
+                f"not {problem.head_dim}/{problem.head_dim_v}"
+            )
+    return None
+
+
+def _gpu(capability: tuple[int, int]) -> str:
+    return f"the GPU is sm_{capability[0]}{capability[1]}"
+
+
+def _largest_head_dim(policy: AttentionPolicy, major: int) -> int:
+    """Where programs have 99 KiB of shared memory, as the kernels compile (Triton 3.6)."""
+    if policy.direct_p is not None:
+        return 64
+    p, v, read = (policy.operands[n].format for n in ("p", "v", policy.backward_v))
+    if major == 8:
+        return 256 if p == v == "e4m3" else 128
+    # Descriptors, which sm_89 has not, keep whole tiles there.
+    return 64 if policy.operands["q"].format == "nvfp4" and read == "e4m3" else 128
 
 
 def explain_policy(policy: AttentionPolicy) -> str | None:

@@ -138,6 +138,11 @@ def build_datasets(recipe: Recipe, checked: CheckedData, cache: Path) -> tuple[A
         train.eval_batches * train.global_batch_size if evaluates else 0,
         0,
     ]
+    # A share that nobody reads is not built: of one without a document Megatron would search for tokens forever.
+    if config.split_matrix is not None:
+        config.split_matrix = [
+            share if size else None for share, size in zip(config.split_matrix, sizes, strict=True)
+        ]
     kind = MockGPTDataset if data.kind == "mock" else GPTDataset
     datasets = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
     return datasets[0], datasets[1] if evaluates else None

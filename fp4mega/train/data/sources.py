@@ -59,12 +59,15 @@ def list_files(source: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def read_text(path: Path) -> str | None:
-    """The file's text, or None when it is not text: not UTF-8, or with NUL bytes. Raises OSError when unreadable."""
+    """The file's text without a byte order mark, or None when it is not text: not UTF-8, or with NUL bytes.
+
+    Raises OSError when unreadable.
+    """
     content = path.read_bytes()
     if b"\0" in content:
         return None
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError:
         return None
 

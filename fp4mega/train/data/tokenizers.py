@@ -116,6 +116,10 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"tokenizer path={path!r}: not a tokenizers JSON file ({error})"
             ) from error
         super().__init__("huggingface", hashlib.sha256(file.read_bytes()).hexdigest()[:16])
+        # A file may ask for texts of one length. Documents are whole, and a text that spells a special token is text.
+        self._library.no_truncation()
+        self._library.no_padding()
+        self._library.encode_special_tokens = True
         self._vocab: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
         named = [name for name in END_OF_DOCUMENT_NAMES if name in self._vocab]
         if not named:

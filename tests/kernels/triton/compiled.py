@@ -1,6 +1,6 @@
-"""Prints, as JSON, the layouts of what `movmatrix` transposes in the kernel of dQ, compiled for an H200 on a machine that needs no GPU.
+"""Prints, as JSON, the layouts of what `movmatrix` transposes in the kernel of dQ, compiled for a GPU on a machine that needs none.
 
-    python -m tests.kernels.triton.compiled POLICY-HEAD_DIM ...
+    python -m tests.kernels.triton.compiled POLICY-HEAD_DIM@CAPABILITY ...
 
 The backend itself is called, on the CPU, so that its own tiles and operands are those that are compiled; nothing is launched. A process of
 its own, because the driver that says which GPU there is belongs to the process.
@@ -23,14 +23,18 @@ from tests.kernels.triton.harness import BACKEND
 Layout = dict[str, Any]
 
 
-class Hopper:
+class Driver:
     """What a launch asks Triton's driver, of a GPU that need not be there."""
 
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        # Triton keeps what it compiled by device.
+        return self.capability
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -74,10 +78,11 @@ def dq_kernels(policy: str, head_dim: int) -> list[str]:
 
 
 def main() -> None:
-    driver.set_active(Hopper())
     answers = {}
     for wanted in sys.argv[1:]:
-        policy, _, head_dim = wanted.rpartition("-")
+        kernel, _, capability = wanted.partition("@")
+        policy, _, head_dim = kernel.rpartition("-")
+        driver.set_active(Driver(int(capability)))
         answers[wanted] = [transposed(kernel) for kernel in dq_kernels(policy, int(head_dim))]
     print(json.dumps(answers))
 

@@ -33,6 +33,57 @@ def test_the_cpu_is_refused_with_the_reason() -> None:
     assert reason == "the kernels need an NVIDIA GPU, the tensors are on cpu"
 
 
+def reason_on(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], policy: str, case: Case = BF16
+) -> str | None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    return TritonBackend().explain(case.problem, get_policy(policy), torch.device("cuda"))
+
+
+def test_the_8_bit_backward_is_refused_where_triton_does_not_compile_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    for capability in ((10, 0), (10, 3), (11, 0)):
+        for name in ABLE:
+            reason = reason_on(monkeypatch, capability, name)
+            if name == "bf16" or name.startswith("direct_p"):
+                assert reason is None
+            else:
+                assert f"the GPU is sm_{capability[0]}{capability[1]}, for which" in str(reason)
+    assert all(reason_on(monkeypatch, (9, 0), name) is None for name in ABLE)
+    assert "need sm_89" in str(reason_on(monkeypatch, (8, 0), "bf16"))
+
+
+@pytest.mark.parametrize(
+    ("policy", "of_89", "of_120"),
+    [
+        ("bf16", 128, 128),
+        ("direct_p_fast", 64, 64),
+        ("nvfp4_qk_fp8_pv", 256, 64),
+        ("mxfp4_qk_fp8_pv", 256, 128),
+        ("nvfp4_qk_mxfp4_pv", 128, 128),
+        ("nvfp4_qk_mxfp4_pv-paper", 128, 64),
+        ("nvfp4_qk_mxfp4_p_fp8_v", 128, 64),
+    ],
+)
+def test_head_dims_are_refused_whose_tiles_shared_memory_does_not_hold(
+    monkeypatch: pytest.MonkeyPatch, policy: str, of_89: int, of_120: int
+) -> None:
+    """Of `_dq_kernel` and the like, compiled for sm_89 and sm_120 with these head dims and with twice as many: the last that fits 99 KiB."""
+    pytest.importorskip("triton")
+    for capability, largest in (((8, 9), of_89), ((12, 0), of_120), ((9, 0), 256)):
+        for dims in ((16, largest), (largest, 16)):
+            fits = BF16.replace(head_dim=dims[0], head_dim_v=dims[1])
+            assert reason_on(monkeypatch, capability, policy, fits) is None
+        if largest < 256:
+            wide = BF16.replace(head_dim=largest + 1)
+            reason = reason_on(monkeypatch, capability, policy, wide)
+            assert f"up to {largest}, not {largest + 1}/{largest + 1}" in str(reason)
+
+
 def test_policies_without_kernels_are_refused_by_the_field_that_differs() -> None:
     refused = {n: explain_policy(get_policy(n)) for n in list_policies() if n in BUILT_IN}
     assert {n for n, reason in refused.items() if reason is None} == ABLE

@@ -4,6 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from fp4mega.tracking import read_run
 from fp4mega.train.data.datasets import (
@@ -173,6 +175,69 @@ def test_a_split_that_leaves_nothing_is_refused(content, corpus):
         RecipeError, match=r"data.split='999,1,0': leaves no document for valid of the \d+ in"
     ):
         check_files(Recipe.parse(content))
+
+
+@pytest.mark.parametrize(
+    ("split", "evaluates"), [("98,2,0", False), ("80,19,1", False), ("80,18,2", True)]
+)
+def test_shares_that_nobody_reads_may_be_without_a_document(
+    content, corpus, tmp_path, process_group, monkeypatch, split, evaluates
+):
+    """Megatron would look for their tokens forever."""
+    monkeypatch.setattr(GPTDataset, "_get_num_epochs", within_limits(GPTDataset._get_num_epochs))
+    write_documents(tmp_path / "few", [[i] * (40 + i) for i in range(10)])
+    content["data"] |= {"train": [str(tmp_path / "few")], "valid": None, "split": split}
+    content["train"]["eval_interval"] = 3 if evaluates else None
+    _, _, train, valid = build(content, tmp_path)
+    in_train = 10 if split.startswith("98") else 8
+    drawn = {int(i) for n in range(len(train)) for i in train[n]["tokens"]}
+    assert drawn == set(range(in_train))
+    assert (valid is not None) == evaluates
+    if evaluates:
+        assert {int(i) for n in range(len(valid)) for i in valid[n]["tokens"]} == {8, 9}
+
+
+def within_limits(count_epochs):
+    """`_get_num_epochs` that fails where it would never return."""
+
+    def count(self, tokens_per_epoch):
+        assert tokens_per_epoch > 0
+        return count_epochs(self, tokens_per_epoch)
+
+    return count
+
+
+def write_documents(prefix, documents):
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for ids in documents:
+        builder.add_document(np.array(ids, dtype=np.uint16), [len(ids)])
+    builder.finalize(f"{prefix}.idx")
+
+
+def test_a_resume_on_other_processes_continues_the_order_over_an_epoch(
+    content, tmp_path, process_group
+):
+    """Documents shorter and longer than a sample, an empty one, and a last sample that is only begun."""
+    write_documents(tmp_path / "d", [[7 * i % 250] * (5 * i) for i in range(1, 20)] + [[], [3]])
+    write_documents(tmp_path / "v", [[7, 256]])  # one evaluation reads it 64 times
+    content["data"] |= {"train": [str(tmp_path / "d")], "valid": [str(tmp_path / "v")]}
+    content["train"]["steps"] = 40
+
+    def batches(micro_batch_size, dp_size, steps):
+        content["train"]["micro_batch_size"] = micro_batch_size
+        recipe, checked, train, valid = build(content, tmp_path / f"{micro_batch_size}{dp_size}")
+        ranks = [Batches(train, recipe, rank, dp_size) for rank in range(dp_size)]
+        loaded = [[m for r in ranks for m in r.load(n, torch.device("cpu"))] for n in steps]
+        assert valid[7]["tokens"].tolist() == [7, 256] * 16
+        epoch = (checked.train[0].tokens - 1) // 32
+        return epoch, [
+            sorted(tuple(row.tolist()) for m in step for row in m["tokens"]) for step in loaded
+        ]
+
+    epoch, whole = batches(2, 1, range(40))
+    assert epoch < 4 * 20  # the resume at 20 lies beyond the first pass
+    for micro_batch_size, dp_size in ((1, 4), (4, 1), (2, 2)):
+        assert batches(micro_batch_size, dp_size, range(20, 40))[1] == whole[20:]
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(content):

@@ -5,6 +5,7 @@ import signal
 import sysconfig
 from pathlib import Path
 
+import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -83,6 +84,23 @@ def test_files_that_are_no_text_are_skipped_and_counted(tmp_path):
     content = prepare(Request(source=str(folder)), str(tmp_path / "out"), BYTES)
     assert content["skipped_files"] == {"duplicate": 1, "empty": 1, "not_text": 3}
     assert sum(part["documents"] for part in content["splits"].values()) == 4
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, content in {
+        "a": b"one\n",
+        "b": b"\xef\xbb\xbfone\n",
+        "c": b"\xef\xbb\xbf two",
+    }.items():
+        (folder / f"{name}.txt").write_bytes(content)
+    (folder / "d.txt").write_bytes(b"\xef\xbb\xbf")
+    (folder / "e.txt").write_bytes("two".encode("utf-16"))
+    content = prepare(Request(source=str(folder), valid_fraction=0.0), str(tmp_path / "out"), BYTES)
+    assert content["skipped_files"] == {"duplicate": 1, "empty": 1, "not_text": 1}
+    ids = np.fromfile(tmp_path / "out.bin", dtype=np.uint16).tolist()
+    assert sorted([ids[:5], ids[5:]]) == [[*b" two", 256], [*b"one\n", 256]]
 
 
 def test_max_bytes_is_kept(tmp_path):

@@ -1,13 +1,17 @@
-"""Adversarial inputs by the rule of two; where NaN and infinity go; gradients that must be exactly zero."""
+"""Adversarial inputs by the rule of two; where NaN and infinity go; gradients that must be exactly zero; memory laid out in unusual ways."""
+
+import mmap
 
 import pytest
 import torch
+from torch import Tensor
 
 from fp4mega.attention import AttentionPolicy, Saved, SideInputs, backward, forward, get_policy
 from fp4mega.bench.gate import evaluate
+from fp4mega.kernels.triton.backend import _as_stored
 from fp4mega.testing import VALUE_CASES, Case
 from fp4mega.testing.assertions import rel_l2
-from tests.kernels.triton.harness import BACKEND, policies
+from tests.kernels.triton.harness import BACKEND, TRAINING, policies
 from tests.kernels.triton.interpreted.harness import check, small
 
 VALUES = [small(c) for c in VALUE_CASES]
@@ -109,3 +113,68 @@ def test_a_direct_p_sum_that_overflows_is_nan() -> None:
     assert out[0, 0].isnan().all()
     assert lse[0, :, 0].isnan().all()
     assert out[0, 1:].isfinite().all()
+
+
+def far_apart(x: Tensor, dim: int) -> Tensor:
+    """The same values in bfloat16 with so large a stride of this dim that the last of them lies 2^31 elements or more from the first.
+
+    In memory that exists where it is touched only, as much before the first element as behind it: an offset that wrapped reads zeros there.
+    """
+    stride = -(-(2**31) // (x.shape[dim] - 1))
+    memory = mmap.mmap(-1, 4 * (2**31 + 2 * stride), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    strides = [*x.contiguous().stride()]
+    strides[dim] = stride
+    flat = torch.frombuffer(memory, dtype=torch.bfloat16)
+    return flat.as_strided(x.shape, strides, 2**31 + stride).copy_(x)
+
+
+@pytest.mark.parametrize("dim", [1, 3])
+@policies("nvfp4_qk_fp8_pv", "nvfp4_qk_mxfp4_pv", "bf16")
+def test_offsets_of_a_tile_beyond_32_bits(policy: AttentionPolicy, dim: int) -> None:
+    """Rows as far apart as in a huge [S, B, H, D], and a head dim that is the outermost: the bits of contiguous tensors."""
+    case = Case(
+        batch=1, seqlen_q=60, seqlen_k=128, num_heads=1, num_kv_heads=1, dtype=torch.bfloat16
+    )
+    x = case.make()
+    far = x._replace(
+        k=far_apart(x.k, dim), v=far_apart(x.v, dim), dout=far_apart(x.dout, 3), q=far_apart(x.q, 3)
+    )
+    want, _ = evaluate(BACKEND, x, case, policy)
+    got, _ = evaluate(BACKEND, far, case, policy)
+    for name, a, b in zip(want._fields, got, want, strict=True):
+        assert a is b is None or torch.equal(a, b), name
+
+
+@policies(*TRAINING)
+def test_saved_tensors_with_other_strides(policy: AttentionPolicy) -> None:
+    """As hooks of autograd may give them back: the same gradients, bit for bit."""
+    case = TWO_HEADS
+    x = case.make()
+    kept = tuple(
+        t if policy.saves_input(n) else None for n, t in zip("qkv", (x.q, x.k, x.v), strict=True)
+    )
+    first = BACKEND.forward(x.q, x.k, x.v, x.side, case.problem, policy)
+
+    def spread(t: Tensor) -> Tensor:
+        return torch.stack([t, t.flip(0)], dim=-1)[..., 0]
+
+    other = first._replace(
+        out=spread(first.out), lse=spread(first.lse), saved=tuple(map(spread, first.saved))
+    )
+    assert not any(t.is_contiguous() for t in other.saved)
+    want, got = (
+        BACKEND.backward(x.dout, x.dlse, f, kept, x.side, case.problem, policy)
+        for f in (first, other)
+    )
+    for name, a, b in zip(want._fields, got, want, strict=True):
+        assert a is b is None or torch.equal(a, b), name
+
+
+def test_a_saved_tensor_in_the_middle_of_a_buffer_is_moved() -> None:
+    """4-bit codes are read as 32-bit words."""
+    buffer = torch.arange(64, dtype=torch.uint8)
+    skewed = buffer[1 + (-buffer.data_ptr()) % 16 :][:32]
+    moved = _as_stored(skewed)
+    assert moved.data_ptr() % 16 == 0
+    assert torch.equal(moved, skewed)
+    assert _as_stored(moved) is moved
