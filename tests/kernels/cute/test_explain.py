@@ -124,7 +124,7 @@ def test_saved_bytes_are_the_references(name: str) -> None:
 
 def test_backward_is_refused_with_what_to_do() -> None:
     x = BF16.make()
-    with pytest.raises(NotImplementedError, match="no backward yet.*backend='triton'"):
+    with pytest.raises(NotImplementedError, match="no backward yet.*backend='reference'"):
         CuteSm100Backend().backward(
             x.dout, None, None, (None, None, None), x.side, BF16.problem, POLICY
         )
