@@ -68,17 +68,22 @@ def round_probabilities(p, FORMAT: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
+def fp8_magnitude(x, power, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """|x| times a power of two, rounded to the format; saturates where the power could not be small enough, for x beyond 2.98e38."""
+    rounded = round_magnitude(tl.abs(x * power), MANTISSA, BIAS)
+    return tl.minimum(rounded, 448.0 if MANTISSA == 3 else 57344.0)
+
+
+@triton.jit
 def fp8_code(x, power, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """int32 code that x times a power of two rounds to, saturating as `fp8_magnitude` does: all NaN when the power is.
 
     In integers, not by a cast: ptxas 12.8 loses the way among 8-bit pairs that are packed in two ways, as a tile that is stored straight
     and transposed is. 2^(BIAS - 127) times a value has its code as its leading float32 bits, subnormals included.
     """
-    scaled = x * power
-    magnitude = round_magnitude(tl.abs(scaled), MANTISSA, BIAS)
-    magnitude = tl.minimum(magnitude, 448.0 if MANTISSA == 3 else 57344.0)
+    magnitude = fp8_magnitude(x, power, MANTISSA, BIAS)
     code = bits_of(magnitude * 2.0 ** (BIAS - 127)) >> (23 - MANTISSA)
-    return tl.where(power == power, code | sign_for(scaled, 8), 0x7F)
+    return tl.where(power == power, code | sign_for(x * power, 8), 0x7F)
 
 
 @triton.jit

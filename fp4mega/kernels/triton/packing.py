@@ -10,7 +10,7 @@ ptxas 12.8 loses the way among 8-bit pairs that are packed in two ways.
 import triton
 import triton.language as tl
 
-from fp4mega.kernels.triton.arithmetic import bits_of, round_magnitude
+from fp4mega.kernels.triton.arithmetic import bits_of
 
 
 @triton.jit
@@ -65,13 +65,6 @@ def _at_the_top(codes):
     """The value times 2^-126 of a code in the highest four bits."""
     bits = ((codes >> 6) & 0x01C00000) | (codes & 0x80000000)
     return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def fp8_magnitude(x, power, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """|x| times a power of two, rounded to the format; saturates where the power could not be small enough, for x beyond 2.98e38."""
-    rounded = round_magnitude(tl.abs(x * power), MANTISSA, BIAS)
-    return tl.minimum(rounded, 448.0 if MANTISSA == 3 else 57344.0)
 
 
 @triton.jit

@@ -39,9 +39,8 @@ from fp4mega.kernels.triton.publish_fp8 import fp8_tile, store_fp8
 from fp4mega.kernels.triton.publish_input import (
     is_whole,
     load_rows,
+    look_ahead,
     maxima_ahead,
-    note_maximum,
-    noted_maxima,
     padded_dim,
     padded_rows,
     wait_for_maximum,
@@ -71,16 +70,13 @@ def _publish_fp4_kernel(
     x = load_rows(
         x_ptr, hidden_ptr, b, h, rows_at, cols, rows, dim, sxb, sxr, sxh, sxd, HIDDEN, WHOLE
     )
-    maxima_at = maxima_ptr + bh * tiles
-    noted = noted_maxima(maxima_at, 0, tiles)
-    if next_bh < total:
-        note_maximum(
-            x_ptr, hidden_ptr, maxima_ptr + pid, next_bh, rows_at, cols, rows, heads, dim, sxb, sxr, sxh, sxd,
-            HIDDEN, WHOLE,
-        )  # fmt: skip
+    noted = look_ahead(
+        x_ptr, hidden_ptr, maxima_ptr, pid, tiles, bh, next_bh, total, rows_at, cols, rows, heads, dim, sxb, sxr, sxh, sxd,
+        HIDDEN, WHOLE,
+    )  # fmt: skip
     if next_bh < ahead:
         return
-    amax_bits = wait_for_maximum(noted, maxima_at, tiles)
+    amax_bits = wait_for_maximum(noted, maxima_ptr + bh * tiles, tiles)
     amax, finite = from_bits(amax_bits), amax_bits < 0x7F800000
     if NVFP4:
         shared = nvfp4_global(amax)

@@ -12,9 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4mega.kernels.triton.arithmetic import from_bits, power_of_two_scale, with_sign
-from fp4mega.kernels.triton.packing import (
+from fp4mega.kernels.triton.arithmetic import (
     fp8_magnitude,
+    from_bits,
+    power_of_two_scale,
+    with_sign,
+)
+from fp4mega.kernels.triton.packing import (
     fp8_tops,
     rows_by_word,
     words_along_columns,
@@ -23,9 +27,8 @@ from fp4mega.kernels.triton.packing import (
 from fp4mega.kernels.triton.publish_input import (
     is_whole,
     load_rows,
+    look_ahead,
     maxima_ahead,
-    note_maximum,
-    noted_maxima,
     padded_dim,
     padded_rows,
     wait_for_maximum,
@@ -99,16 +102,13 @@ def _publish_fp8_kernel(
     )
     if TERMS:
         out = _load_out(out_ptr, b, h, rows_at, cols, rows, heads, dim, WHOLE, BLOCK_D)
-    maxima_at = maxima_ptr + bh * tiles
-    noted = noted_maxima(maxima_at, 0, tiles)
-    if next_bh < total:
-        note_maximum(
-            x_ptr, hidden_ptr, maxima_ptr + pid, next_bh, rows_at, cols, rows, heads, dim, sxb, sxr, sxh, sxd,
-            HIDDEN, WHOLE,
-        )  # fmt: skip
+    noted = look_ahead(
+        x_ptr, hidden_ptr, maxima_ptr, pid, tiles, bh, next_bh, total, rows_at, cols, rows, heads, dim, sxb, sxr, sxh, sxd,
+        HIDDEN, WHOLE,
+    )  # fmt: skip
     if next_bh < ahead:
         return
-    amax = from_bits(wait_for_maximum(noted, maxima_at, tiles))
+    amax = from_bits(wait_for_maximum(noted, maxima_ptr + bh * tiles, tiles))
     power = power_of_two_scale(amax, EMAX, BIAS)
     if tile == 0:
         tl.store(power_ptr + bh, power)

@@ -89,7 +89,7 @@ def head_amax(x: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 @triton.jit
-def note_maximum(
+def _note_maximum(
     x_ptr, hidden_ptr, maxima_at, bh, rows_at, cols, rows, heads, dim, sxb, sxr, sxh, sxd,
     HIDDEN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -106,10 +106,25 @@ def note_maximum(
 
 
 @triton.jit
-def noted_maxima(maxima_at, first, tiles):
-    """What `note_maximum` has stored by now for 256 of a head's tiles: negative where it has, zeros of a head without them included."""
+def _noted_maxima(maxima_at, first, tiles):
+    """What `_note_maximum` has stored by now for 256 of a head's tiles: negative where it has, zeros of a head without them included."""
     at = first + tl.arange(0, 256)
     return tl.load(maxima_at + at, mask=at < tiles, other=-2147483648, volatile=True)
+
+
+@triton.jit
+def look_ahead(
+    x_ptr, hidden_ptr, maxima_ptr, pid, tiles, bh, next_bh, total, rows_at, cols, rows, heads, dim, sxb, sxr, sxh, sxd,
+    HIDDEN: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """A first look at the maxima of head `bh`; then that of this program's rows of head `next_bh`, if there is one, is noted."""
+    noted = _noted_maxima(maxima_ptr + bh * tiles, 0, tiles)
+    if next_bh < total:
+        _note_maximum(
+            x_ptr, hidden_ptr, maxima_ptr + pid, next_bh, rows_at, cols, rows, heads, dim, sxb, sxr, sxh, sxd,
+            HIDDEN, WHOLE,
+        )  # fmt: skip
+    return noted
 
 
 @triton.jit
@@ -120,12 +135,12 @@ def wait_for_maximum(noted, maxima_at, tiles):
     programs start in the order of their numbers.
     """
     while tl.max(noted, axis=0) >= 0:
-        noted = noted_maxima(maxima_at, 0, tiles)
+        noted = _noted_maxima(maxima_at, 0, tiles)
     largest = tl.max(noted & 0x7FFFFFFF, axis=0)
     for first in range(256, tiles, 256):
-        noted = noted_maxima(maxima_at, first, tiles)
+        noted = _noted_maxima(maxima_at, first, tiles)
         while tl.max(noted, axis=0) >= 0:
-            noted = noted_maxima(maxima_at, first, tiles)
+            noted = _noted_maxima(maxima_at, first, tiles)
         largest = tl.maximum(largest, tl.max(noted & 0x7FFFFFFF, axis=0))
     return largest
 

@@ -19,13 +19,13 @@ from fp4mega.kernels.triton.arithmetic import (
     e4m3_scale_value,
     e8m0_value,
     fp8_code,
+    fp8_magnitude,
     rceil_byte,
     round_magnitude,
     sign_for,
     sixth,
 )
 from fp4mega.kernels.triton.packing import (
-    fp8_magnitude,
     fp8_tops,
     nibble_pairs,
     nibble_words,
