@@ -36,6 +36,10 @@ DIVERGENT_PV_REASON = (
 )
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DirectP:
     """Direct-P score map: E2M1 probability codes straight from scores, u = max(0, slope * x + offset).
@@ -65,7 +69,7 @@ class DirectP:
             raise ValueError(f"direct_p.slope={self.slope!r}: expected a number above 0")
         for name, least in (("exact_every", 0), ("samples", 1), ("headroom", 0), ("floor", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not _is_integer(value) or value < least:
                 raise ValueError(
                     f"direct_p.{name}={value!r}: expected an integer of {least} or more"
                 )
@@ -136,13 +140,9 @@ class AttentionPolicy:
                 self._reject(name, getattr(self, name), f"allowed: {', '.join(get_args(allowed))}")
         for name in ("tile_m", "tile_n"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 32 or value % 32:
+            if not _is_integer(value) or value < 32 or value % 32:
                 self._reject(name, value, "expected a positive multiple of 32 (the MXFP4 block)")
-        if (
-            isinstance(self.p_exponent, bool)
-            or not isinstance(self.p_exponent, int)
-            or not 0 <= self.p_exponent <= 8
-        ):
+        if not _is_integer(self.p_exponent) or not 0 <= self.p_exponent <= 8:
             self._reject(
                 "p_exponent",
                 self.p_exponent,

@@ -21,6 +21,14 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
 
 
+def check_window(window: tuple[int | None, int | None]) -> None:
+    """Raises ValueError for a side that is out of range."""
+    if any(side is not None and not 0 <= side < NO_LIMIT for side in window):
+        raise ValueError(
+            f"window={window}: each side is None (no limit) or from 0 to {NO_LIMIT - 1}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionProblem:
     """Static description: everything a backend needs to decide whether and how it can run, and nothing that is data.
@@ -67,10 +75,7 @@ class AttentionProblem:
             )
         if self.causal not in get_args(Causal):
             raise ValueError(f"causal={self.causal!r}: allowed: {', '.join(get_args(Causal))}")
-        if any(side is not None and not 0 <= side < NO_LIMIT for side in self.window):
-            raise ValueError(
-                f"window={self.window}: each side is None (no limit) or from 0 to {NO_LIMIT - 1}"
-            )
+        check_window(self.window)
         if self.num_sequences and self.batch != 1:
             raise ValueError(f"batch={self.batch}: packed sequences have a batch of 1")
         if self.num_sequences and (self.key_padding_mask or self.attention_mask):

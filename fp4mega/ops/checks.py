@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4mega.attention.problem import DTYPES, AttentionProblem, SideInputs
+from fp4mega.attention.problem import DTYPES, AttentionProblem, SideInputs, check_window
+
+Window = tuple[int | None, int | None]
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -67,6 +69,36 @@ def check_side_inputs(side: SideInputs, q: Tensor, k: Tensor) -> None:
         raise ValueError(
             f"q.shape={tuple(q.shape)}: packed sequences have a batch of 1, not {batch}"
         )
+
+
+def read_window(window: Any) -> Window:
+    """The two sides; None is no limit on either. Raises TypeError or ValueError naming the argument.
+
+    The range is checked here too, because an operator's schema comes before the problem and has 64 bits.
+    """
+    if window is None:
+        return (None, None)
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise ValueError(f"window={window!r}: expected None or a pair (left, right)")
+    for side in window:
+        if isinstance(side, bool) or not (side is None or isinstance(side, int)):
+            raise TypeError(f"window={window!r}: each side is an integer or None (no limit)")
+    check_window((window[0], window[1]))
+    return window[0], window[1]
+
+
+def read_softmax_scale(softmax_scale: Any, head_dim: int) -> float:
+    """The number given, or 1 / sqrt(head_dim) for None. Raises TypeError or ValueError naming the argument."""
+    if softmax_scale is None:
+        return head_dim**-0.5 if head_dim else 1.0
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, int | float):
+        raise TypeError(f"softmax_scale={softmax_scale!r}: expected a number or None")
+    try:
+        return float(softmax_scale)
+    except OverflowError:
+        raise ValueError(
+            "softmax_scale: expected a finite positive number, not one beyond float64"
+        ) from None
 
 
 def _check(

@@ -10,12 +10,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fp4mega.attention.policy import AttentionPolicy, get_policy
-from fp4mega.attention.problem import NO_LIMIT, Causal, SideInputs
-from fp4mega.ops.checks import check_side_inputs, check_tensors
+from fp4mega.attention.problem import Causal, SideInputs
+from fp4mega.ops.checks import (
+    Window,
+    check_side_inputs,
+    check_tensors,
+    read_softmax_scale,
+    read_window,
+)
 from fp4mega.ops.registration import Options, attention_forward
 
 DEFAULT_POLICY = "nvfp4_qk_fp8_pv"
-Window = tuple[int | None, int | None]
 
 _CAUSAL: dict[bool | str, Causal] = {
     False: "none",
@@ -97,9 +102,9 @@ def attention_func(  # type: ignore[misc]
     )
     check_side_inputs(side, q, k)
     _refuse_forward_mode(q, k, v, sink)
-    window_left, window_right = _window(window)
+    window_left, window_right = read_window(window)
     options = Options(
-        softmax_scale=_softmax_scale(softmax_scale, q.shape[3]),
+        softmax_scale=read_softmax_scale(softmax_scale, q.shape[3]),
         causal=_causal(causal),
         window_left=window_left,
         window_right=window_right,
@@ -128,19 +133,6 @@ def _causal(causal: bool | str) -> Causal:
     return _CAUSAL[causal]
 
 
-def _softmax_scale(softmax_scale: float | None, head_dim: int) -> float:
-    if softmax_scale is None:
-        return head_dim**-0.5 if head_dim else 1.0
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, int | float):
-        raise TypeError(f"softmax_scale={softmax_scale!r}: expected a number or None")
-    try:
-        return float(softmax_scale)
-    except OverflowError:
-        raise ValueError(
-            "softmax_scale: expected a finite positive number, not one beyond float64"
-        ) from None
-
-
 def _check_options(backend: str, check_finite: bool) -> None:
     if not isinstance(backend, str):
         raise TypeError(f"backend={backend!r}: expected 'auto' or the name of a backend")
@@ -156,21 +148,6 @@ def _refuse_forward_mode(*inputs: Tensor | None) -> None:
         raise NotImplementedError(
             "attention_func has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors); reverse mode works"
         )
-
-
-def _window(window: Window | None) -> Window:
-    if window is None:
-        return (None, None)
-    if not isinstance(window, tuple | list) or len(window) != 2:
-        raise ValueError(f"window={window!r}: expected None or a pair (left, right)")
-    for side in window:
-        if isinstance(side, bool) or not (side is None or isinstance(side, int)):
-            raise TypeError(f"window={window!r}: each side is an integer or None (no limit)")
-        if side is not None and not 0 <= side < NO_LIMIT:
-            raise ValueError(
-                f"window={window!r}: each side is None (no limit) or from 0 to {NO_LIMIT - 1}"
-            )
-    return window[0], window[1]
 
 
 def _longest(name: str, given: int | None, cu_seqlens: Tensor | None) -> int:

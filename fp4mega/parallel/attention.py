@@ -21,8 +21,13 @@ from fp4mega.attention.problem import AttentionProblem, Placement, SideInputs
 from fp4mega.attention.represent import represent
 from fp4mega.attention.tiles import BackwardRows, ForwardRows, full_precision
 from fp4mega.ops import attention_func
-from fp4mega.ops.checks import check_side_inputs, check_tensors
-from fp4mega.parallel.checks import ExchangeName, check_numbers, explain_exchange
+from fp4mega.ops.checks import (
+    check_side_inputs,
+    check_tensors,
+    read_softmax_scale,
+    read_window,
+)
+from fp4mega.parallel.checks import ExchangeName, explain_exchange
 from fp4mega.parallel.exchange import AllGather, Exchange, Ring
 from fp4mega.parallel.operands import Published, group_amax, restore
 from fp4mega.parallel.packed import PackedZigzag
@@ -73,7 +78,8 @@ def context_parallel_attention(
         raise TypeError(
             f"group={group!r}: expected a torch.distributed.ProcessGroup that this rank is in"
         )
-    check_numbers(window, softmax_scale)
+    # Before anything is sent: what is wrong would fail between two messages.
+    sides, scale = read_window(window), read_softmax_scale(softmax_scale, q.shape[3])
     side = SideInputs(sink=sink)
     check_side_inputs(side, q, k)
     if k.shape[1] != q.shape[1]:
@@ -106,9 +112,9 @@ def context_parallel_attention(
         (dense(q), dense(k), dense(v)),
         q.dtype,
         side,
-        softmax_scale=max(q.shape[3], 1) ** -0.5 if softmax_scale is None else float(softmax_scale),
+        softmax_scale=scale,
         causal="top_left" if causal else "none",
-        window=(None, None) if window is None else (window[0], window[1]),
+        window=sides,
     )
     if exchange == "a2a":
         return _whole_heads(
@@ -120,8 +126,8 @@ def context_parallel_attention(
             layout,
             policy=policy,
             causal=causal,
-            softmax_scale=problem.softmax_scale,
-            window=problem.window,
+            softmax_scale=scale,
+            window=sides,
             backend=backend,
         )
     return _BytesExchanged.apply(q, k, v, sink, _Job(group, exchange, layout, problem, policy))

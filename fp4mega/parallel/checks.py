@@ -1,6 +1,6 @@
 """What context parallelism cannot do, in words, before anything is sent."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from fp4mega.attention.policy import AttentionPolicy
 from fp4mega.formats import get_format
@@ -15,17 +15,6 @@ TWO_LEVELS_REASON = (
 
 _BYTES_BACKENDS = ("auto", "reference")
 _ALONG_KEYS = ("v", "v_bwd")
-
-
-def check_numbers(window: Any, softmax_scale: Any) -> None:
-    """Their types: wrong ones would fail between two messages. Ranges are `AttentionProblem`'s to check."""
-    pair = (None, None) if window is None else window
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise ValueError(f"window={window!r}: expected None or a pair (left, right)")
-    if any(isinstance(side, bool) or not isinstance(side, int | None) for side in pair):
-        raise TypeError(f"window={window!r}: each side is an integer or None (no limit)")
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, int | float | None):
-        raise TypeError(f"softmax_scale={softmax_scale!r}: expected a number or None")
 
 
 def backend_of(exchange: str, backend: str) -> str:
