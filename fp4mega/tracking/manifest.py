@@ -185,7 +185,7 @@ def join_lives(
             for name in _WATCHED_FIELDS
             if earlier[name] != joined[name]
         ]
-        before, now = _flat(earlier["recipe"]), _flat(joined["recipe"])
+        before, now = flat_fields(earlier["recipe"]), flat_fields(joined["recipe"])
         changes += [
             f"{name} changed from {_short(before.get(name))} to {_short(now.get(name))}"
             for name in sorted(before.keys() | now.keys())
@@ -198,14 +198,15 @@ def join_lives(
     return joined, changes
 
 
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Fields of a recipe by their dotted names."""
+def flat_fields(recipe: Mapping[str, Any], levels: int | None = None) -> dict[str, Any]:
+    """Fields of a resolved recipe by their dotted names; with `levels`, sections further down are values."""
     flat: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
+    for key, value in recipe.items():
+        if isinstance(value, Mapping) and value and levels != 1:
+            below = flat_fields(value, None if levels is None else levels - 1)
+            flat |= {f"{key}.{name}": field for name, field in below.items()}
         else:
-            flat[f"{prefix}{key}"] = value
+            flat[key] = value
     return flat
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
+from fp4mega.tracking.manifest import flat_fields
 from fp4mega.train.bucket_padding import sharded_optimizer_state
 from fp4mega.train.model import Training
 from fp4mega.train.optimizer_state import allocate_state, load_state
@@ -157,22 +158,12 @@ def describe_newest(folder: Path) -> str:
     return f"the newest good checkpoint is {good.path}" if good else "there is no checkpoint"
 
 
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping) and prefix.count(".") < 1:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 def check_resumable(place: Path, trained: Mapping[str, Any], recipe: Recipe) -> list[str]:
     """Fields in which the recipe differs from the one trained in `place`, and may.
 
     Raises RecipeError naming those that may not differ: going on would mix two experiments under one name.
     """
-    before, now = _flat(trained), _flat(recipe.as_dict())
+    before, now = (flat_fields(fields, levels=2) for fields in (trained, recipe.as_dict()))
     different = [
         name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)
     ]
