@@ -4,11 +4,8 @@ import pytest
 from megatron.core import distributed, parallel_state
 
 from fp4mega.testing.distributed import enough_devices, run_distributed
-from fp4mega.train import checkpoint
 from fp4mega.train.recipe import Recipe
-from fp4mega.train.signals import StopRequest
-from fp4mega.train.step import train_step
-from tests.distributed.training_harness import build, content, state_digest
+from tests.distributed.training_harness import build, content, go_on, state_digest
 
 pytestmark = pytest.mark.skipif(not enough_devices("cpu", 2), reason="compares bits, on a CPU")
 
@@ -53,27 +50,22 @@ LAYOUTS = {
 def run_on(world, recipe, overlap, folder, saves):
     """From the newest checkpoint, or from the start, to the last step; with the state on arriving and after the save."""
     training, batches = build(world, recipe, overlap=overlap)
-    newest = checkpoint.newest_checkpoint(folder)
-    begun = 0 if newest is None else checkpoint.load_checkpoint(newest, training, recipe)
-    seen = {begun: state_digest(training)}
+    seen = {}
+
+    def look(step):
+        seen[step] = state_digest(training)
+
+    curve = go_on(world, training, batches, recipe, folder, LAST, saves, look)
     padded = sum(
         bucket.offset != sum(b.numel_unpadded for b in buffer.buckets[:i])
         for chunk in training.chunks
         for buffer in chunk.buffers
         for i, bucket in enumerate(buffer.buckets)
     )
-    curve = []
-    for step in range(begun, LAST):
-        with StopRequest() as request:
-            result = train_step(training, recipe, batches, step, world.device, request)
-        curve.append((result.loss, result.grad_norm))
-        if step + 1 in saves:
-            checkpoint.save_checkpoint(folder, step + 1, training, recipe, "data")
-            seen[step + 1] = state_digest(training)
     for chunk in training.chunks:
         if overlap:
             chunk.start_param_sync(force_sync=True)
-    seen[LAST] = state_digest(training)
+    look(LAST)
     parallel_state.destroy_model_parallel()
     return {"curve": curve, "states": seen, "padded": padded}
 

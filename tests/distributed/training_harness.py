@@ -1,6 +1,7 @@
 """Training a tiny recipe on any number of ranks from one common start, and its gradients put together again by name."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,18 +193,38 @@ def train_on(
     """
     recipe = Recipe.parse(plain)
     training, batches = build(world, recipe)
-    newest = checkpoint.newest_checkpoint(Path(folder))
+    curve = go_on(world, training, batches, recipe, Path(folder), last, saves)
+    digest = state_digest(training)
+    parallel_state.destroy_model_parallel()
+    return {"curve": curve, "state": digest}
+
+
+def go_on(
+    world: World,
+    training: Training,
+    batches: Any,
+    recipe: Recipe,
+    folder: Path,
+    last: int,
+    saves: tuple[int, ...] = (),
+    look: Callable[[int], None] = lambda step: None,
+) -> list[tuple[float, float]]:
+    """From the newest checkpoint in `folder`, or from the start, to step `last`; losses and gradient norms by step.
+
+    `look` is called with the step on arriving and after each save.
+    """
+    newest = checkpoint.newest_checkpoint(folder)
     done = 0 if newest is None else checkpoint.load_checkpoint(newest, training, recipe)
+    look(done)
     curve = []
     for step in range(done, last):
         with StopRequest() as request:
             result = train_step(training, recipe, batches, step, world.device, request)
         curve.append((result.loss, result.grad_norm))
         if step + 1 in saves:
-            checkpoint.save_checkpoint(Path(folder), step + 1, training, recipe, "data")
-    digest = state_digest(training)
-    parallel_state.destroy_model_parallel()
-    return {"curve": curve, "state": digest}
+            checkpoint.save_checkpoint(folder, step + 1, training, recipe, "data")
+            look(step + 1)
+    return curve
 
 
 def state_digest(training: Training) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from run_harness import events, wait_for
 
 from fp4mega.train.data.prepare import Request, prepare
 from fp4mega.train.data.tokenizers import ByteTokenizer
@@ -128,5 +129,19 @@ def command(content, tmp_path):
             text=True,
             env=environment,
         )
+
+    return start
+
+
+@pytest.fixture
+def long_run(command, content, run_dir, long_corpus):
+    """Start a run that nobody will see the end of, and wait until it has logged some updates; returns the process."""
+
+    def start(*, logged, save_interval):
+        content["data"] = {"kind": "indexed", "train": [long_corpus]}
+        content["train"] |= {"steps": 2000, "save_interval": save_interval, "eval_interval": None}
+        process = command()
+        wait_for(lambda: len(events(run_dir, "train")) >= logged)
+        return process
 
     return start

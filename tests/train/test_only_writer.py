@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from run_harness import events, wait_for
+from run_harness import events
 
 from fp4mega.train.launch import find_launch
 from fp4mega.train.loop import _patience
@@ -156,13 +156,8 @@ def test_a_folder_that_cannot_be_made_is_named_before_data_are_prepared(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "in"]
 
 
-def test_a_second_run_leaves_the_first_ones_files_alone(
-    train, command, content, run_dir, long_corpus
-):
-    content["data"] = {"kind": "indexed", "train": [long_corpus]}
-    content["train"] |= {"steps": 2000, "save_interval": 2000, "eval_interval": None}
-    process = command()
-    wait_for(lambda: len(events(run_dir, "train")) >= 2)
+def test_a_second_run_leaves_the_first_ones_files_alone(train, long_run, run_dir):
+    process = long_run(logged=2, save_interval=2000)
     leftover = run_dir / "checkpoints" / "iter_0000009.1234.tmp"
     leftover.mkdir(parents=True)
     with pytest.raises(RecipeError, match=rf"is being written by process {process.pid} on host"):

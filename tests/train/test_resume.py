@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from run_harness import events, wait_for
+from run_harness import events
 
 from fp4mega.tracking import read_run
 
@@ -53,12 +53,9 @@ def test_three_steps_and_three_more_equal_six(train, command, content, run_dir, 
 
 @pytest.mark.parametrize(("number", "code"), STOPS, ids=["SIGTERM", "SIGINT"])
 def test_a_signal_lets_the_step_finish_saves_and_resumes_exactly(
-    train, command, content, run_dir, long_corpus, number, code
+    train, long_run, content, run_dir, number, code
 ):
-    content["data"] = {"kind": "indexed", "train": [long_corpus]}
-    content["train"] |= {"steps": 2000, "save_interval": 1000, "eval_interval": None}
-    process = command()
-    wait_for(lambda: len(events(run_dir, "train")) >= 5)
+    process = long_run(logged=5, save_interval=1000)
     process.send_signal(number)
     _, told = process.communicate(timeout=60)
     assert process.returncode == code, told
@@ -79,13 +76,8 @@ def test_a_signal_lets_the_step_finish_saves_and_resumes_exactly(
     assert same(resumed, history(run_dir.with_name("straight__bf16")))
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint(
-    train, command, content, run_dir, long_corpus
-):
-    content["data"] = {"kind": "indexed", "train": [long_corpus]}
-    content["train"] |= {"steps": 2000, "save_interval": 4, "eval_interval": None}
-    process = command()
-    wait_for(lambda: len(events(run_dir, "train")) >= 7)
+def test_a_killed_run_goes_on_from_its_last_checkpoint(train, long_run, run_dir):
+    process = long_run(logged=7, save_interval=4)
     process.kill()
     process.communicate(timeout=60)
     saved = events(run_dir, "checkpoint")[-1]["step"]
